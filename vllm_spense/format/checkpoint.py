@@ -1,7 +1,7 @@
 """Checkpoint folders: ordinary Hugging Face folders whose linear layers are planes.
 
-Reading checks every header before any tensor is used; writing goes to `OUT.partial` and ends with one
-rename, so that a half-written folder is never taken for a checkpoint.
+Reading checks every header before any tensor is used; writing goes to `OUT.partial` and ends with
+one rename, so that a half-written folder is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SIDE_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_
 _SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16,
     "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "U8": torch.uint8,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL":
+    torch.bool,
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def _read_shard_header(path: Path) -> dict[str, TensorSpec]:
     try:
         with safe_open(path, framework="pt") as shard:
             found = {}
-            for name in shard.keys():  # noqa: SIM118 (safe_open is no dict)
+            for name in shard.keys():
                 view = shard.get_slice(name)
                 dtype = view.get_dtype()
                 if dtype not in _SAFETENSORS_DTYPES:
@@ -215,7 +216,7 @@ def _specs(
 def _partition(
     quantization: SpenseQuantization, module: str, planes: Mapping[str, TensorSpec]
 ) -> Partition | None:
-    """Norms and embeddings have a `weight` too: only what the config names must be a linear layer."""
+    """Norms and embeddings have a `weight` too: only what the config names is a linear layer."""
     if set(planes) == {"weight"} and not quantization.names(module):
         return None
     return quantization.partition_of(module)
@@ -277,7 +278,8 @@ class CheckpointWriter:
         """Write index, config and side files, then rename to `out`.
 
         Args:
-            config: the model's config.json; its `quantization_config` is replaced (or dropped if None).
+            config: the model's config.json; its `quantization_config` is replaced (or dropped if
+                None).
             copy_from: folder whose tokenizer, chat template and generation files are copied.
             intermediate_order: MLP module → int32 [intermediate]: original index of each channel.
             extra_files: path inside the folder → text.

@@ -1,8 +1,9 @@
 """How a weight is divided: regions of one kind each, along one dimension.
 
-`Y[M, N] = X[M, K] · W[N, K]ᵀ`. An *output-split* partition divides N (gate and up), an *input-split*
-one divides K (down). Both are written as one list of segments, so the three projections of an MLP share
-the segment list of the intermediate dimension and cannot disagree about it.
+`Y[M, N] = X[M, K] · W[N, K]ᵀ`. An *output-split* partition divides N (gate and up), an
+*input-split* one divides K (down). Both are written as one list of segments, so the three
+projections of an MLP share the segment list of the intermediate dimension and cannot disagree about
+it.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class Partition:
 def hybrid_segments(size: int, dense_share: float) -> tuple[Segment, ...]:
     """Divide `size` intermediate channels: 2:4 first, `dense_share` of them dense and last.
 
-    The dense part is rounded to the coarsest of 256, 128, … 8 channels that keeps the share within 0.01
-    of what was asked: multiples of 256 leave kernel-sized shards at tensor parallel 8. Callers compare
-    the result with the request and tell the user.
+    The dense part is rounded to the coarsest of 256, 128, … 8 channels that keeps the share within
+    0.01 of what was asked: multiples of 256 leave kernel-sized shards at tensor parallel 8. Callers
+    compare the result with the request and tell the user.
 
     Raises:
         ValueError: a share outside 0 … 1, or a size that no 2:4 region can fill.

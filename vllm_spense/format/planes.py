@@ -1,16 +1,16 @@
 """One linear layer as planes that tensor parallelism may slice, and back.
 
-    module            planes (row-major)                                    scales (FP8 only), float32
-    one dense region  weight [N, K]                                         weight_scale [N, 1]
-    one 2:4 region    weight_values [N, K/2], weight_meta [N, K/8]          weight_scale [N, 1]
-    output-split      weight_values [Ns, K/2], weight_meta [Ns, K/8],       weight_values_scale [Ns, 1],
-                      weight_dense [Nd, K]                                  weight_dense_scale [Nd, 1]
-    input-split       weight_values [N, Ks/2], weight_meta [N, Ks/8],       weight_scale [N, 1]
-                      weight_dense [N, Kd]
+    module         planes (row-major)                              scales (FP8 only), float32
+    one dense      weight [N, K]                                   weight_scale [N, 1]
+    one 2:4        weight_values [N, K/2], weight_meta [N, K/8]    weight_scale [N, 1]
+    output-split   weight_values [Ns, K/2], weight_meta [Ns, K/8]  weight_values_scale [Ns, 1]
+                   weight_dense [Nd, K]                            weight_dense_scale [Nd, 1]
+    input-split    weight_values [N, Ks/2], weight_meta [N, Ks/8]  weight_scale [N, 1]
+                   weight_dense [N, Kd]
 
-A scale belongs to the rows of a plane: in an output-split module a rank's rows are a slice of each plane
-and not a slice of the whole. In an input-split module both regions of a row share one scale, so that
-they add up in one accumulator.
+A scale belongs to the rows of a plane: in an output-split module a rank's rows are a slice of each
+plane and not a slice of the whole. In an input-split module both regions of a row share one scale,
+so that they add up in one accumulator.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def specs(
     """Plane name → shape and dtype, for a module [N, K].
 
     Raises:
-        ValueError: the segments do not add up to the split dimension, a 2:4 region whose columns are not
-            a multiple of 8, or a region kind that this version cannot store.
+        ValueError: the segments do not add up to the split dimension, a 2:4 region whose columns
+            are not a multiple of 8, or a region kind that this version cannot store.
     """
     along = shape[0] if partition.split == "output" else shape[1]
     if partition.total != along:
@@ -111,8 +111,8 @@ def encode(
         weight_dtype: FP8 quantises per output channel (`fp8.py`), otherwise a cast.
 
     Raises:
-        ValueError: naming `name`, when the weight is not finite, does not fit the partition, or is not
-            2:4 where it should be.
+        ValueError: naming `name`, when the weight is not finite, does not fit the partition, or is
+            not 2:4 where it should be.
     """
     if not torch.isfinite(weight).all():
         raise ValueError(f"{name}: the weight holds NaN or infinity")
@@ -185,8 +185,9 @@ def verify(
     """Refuse planes that a kernel would turn into a wrong answer.
 
     Raises:
-        ValueError: naming `name.plane`: missing, unknown, wrong shape or dtype, metadata that is not two
-            ascending positions, a value that is not finite, a scale that is not finite and positive.
+        ValueError: naming `name.plane`: missing, unknown, wrong shape or dtype, metadata that is
+            not two ascending positions, a value that is not finite, a scale that is not finite and
+            positive.
     """
     expected = specs(partition, shape, weight_dtype)
     verify_specs({plane: _spec(tensor) for plane, tensor in planes.items()}, expected, name)
@@ -218,8 +219,8 @@ def verify_contents(plane: str, tensor: Tensor, name: str) -> None:
         if bad:
             row, column = bad
             raise ValueError(
-                f"{name}.{plane}: byte {tensor[bad].item():#04x} at row {row}, column {column} is not two "
-                "groups of two ascending positions"
+                f"{name}.{plane}: byte {tensor[bad].item():#04x} at row {row}, column {column} "
+                "is not two groups of two ascending positions"
             )
         return
     as_float = tensor.float()

@@ -1,8 +1,8 @@
 """`quantization_config` of a spense checkpoint: what every linear layer looks like.
 
-FP8 is described by compressed-tensors' `QuantizationArgs`, and module names are matched as it matches
-them (full names, or `re:` patterns). Anything that this version does not know is refused by name:
-an ignored key is a wrong answer later.
+FP8 is described by compressed-tensors' `QuantizationArgs`, and module names are matched as it
+matches them (full names, or `re:` patterns). Anything that this version does not know is refused by
+name: an ignored key is a wrong answer later.
 
 Where later versions will go: experts are further targets of the same groups; KV-cache scales are
 announced by `kv_cache_scheme`; other scale layouts by `weights.strategy`; other region kinds by the
@@ -181,8 +181,8 @@ def _check_args(config: SpenseQuantization) -> None:
         weights = config.weights
         if (weights.num_bits, weights.type, weights.strategy) != (8, "float", "channel"):
             raise ValueError(
-                f"weights: {weights.num_bits}-bit {weights.type} by {weights.strategy}; version 1 has "
-                "8-bit float by channel (tensor, group and block are reserved)"
+                f"weights: {weights.num_bits}-bit {weights.type} by {weights.strategy}; "
+                "version 1 has 8-bit float by channel (tensor, group and block are reserved)"
             )
         if weights.dynamic or not weights.symmetric:
             raise ValueError("weights: version 1 has static symmetric scales")

@@ -4,8 +4,9 @@
     positions          0      2          nibble        0 | 2 << 2 = 0b1000
 
 A metadata byte holds two groups, the lower one in the low nibble. Positions ascend, so six of the
-sixteen nibbles are valid. Both planes are row-major and can be sliced along rows, or along k in steps
-of eight. (The same nibbles as `mma.sp` and `wgmma.sp` take: PTX ISA, "Sparse matrix storage".)
+sixteen nibbles are valid. Both planes are row-major and can be sliced along rows, or along k in
+steps of eight. (The same nibbles as `mma.sp` and `wgmma.sp` take: PTX ISA, "Sparse matrix
+storage".)
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
     if crowded.any():
         row, group = crowded.nonzero()[0].tolist()
         raise ValueError(
-            f"row {row}, columns {group * GROUP}–{group * GROUP + 3} hold more than two nonzeros: not 2:4"
+            f"row {row}, columns {group * GROUP}–{group * GROUP + 3} "
+            "hold more than two nonzeros: not 2:4"
         )
     order = zero.to(torch.int8) * GROUP + torch.arange(
         GROUP, dtype=torch.int8, device=weight.device
