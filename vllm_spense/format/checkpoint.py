@@ -33,8 +33,8 @@ _SIDE_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_
 _SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16,
     "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "U8": torch.uint8,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL":
-    torch.bool,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "BOOL": torch.bool,
 }  # fmt: skip
 
 

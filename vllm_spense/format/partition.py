@@ -106,6 +106,8 @@ def hybrid_segments(size: int, dense_share: float) -> tuple[Segment, ...]:
         raise ValueError(f"dense share {dense_share} is outside 0 … 1")
     if dense_share == 1.0:
         return (Segment(RegionKind.DENSE, size),)
+    if dense_share == 0.0 and size % META_GROUP == 0:
+        return (Segment(RegionKind.SPARSE_24, size),)
     dense = _round_dense(size, dense_share)
     sparse = size - dense
     segments = (Segment(RegionKind.SPARSE_24, sparse), Segment(RegionKind.DENSE, dense))

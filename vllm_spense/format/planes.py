@@ -25,7 +25,16 @@ from vllm_spense.format import sparse24
 from vllm_spense.format.fp8 import FP8, quantize_rows, row_scales
 from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
 
-__all__ = ["WEIGHT_DTYPES", "TensorSpec", "decode", "dense_planes", "encode", "specs", "verify"]
+__all__ = [
+    "WEIGHT_DTYPES",
+    "TensorSpec",
+    "decode",
+    "dense_planes",
+    "encode",
+    "row_scale",
+    "specs",
+    "verify",
+]
 
 WEIGHT_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -144,20 +153,24 @@ def _encode_scales(weight: Tensor, partition: Partition) -> dict[str, Tensor]:
 def dense_planes(planes: Mapping[str, Tensor], partition: Partition) -> dict[str, Tensor]:
     """The same numbers as one dense region: weight [N, K] and, for FP8, weight_scale [N, 1]."""
     dim = 0 if partition.split == "output" else 1
-    parts, scales = [], {}
+    parts = []
     for segment in partition.segments:
         if segment.kind is DENSE:
             parts.append(planes[_dense_name(partition)])
         else:
             parts.append(sparse24.expand(planes["weight_values"], planes["weight_meta"]))
-        scale_name = _scale_names(partition)[segment.kind]
-        if scale_name in planes:
-            scales[scale_name] = planes[scale_name]
     bits = torch.cat([part.view(_integer(part.dtype)) for part in parts], dim)
     dense = {"weight": bits.view(parts[0].dtype)}
-    if scales:
-        dense["weight_scale"] = torch.cat(list(scales.values()), 0)
-    return dense
+    scale = row_scale(planes, partition)
+    return dense if scale is None else {**dense, "weight_scale": scale}
+
+
+def row_scale(planes: Mapping[str, Tensor], partition: Partition) -> Tensor | None:
+    """The scale of every output channel, float32 [N, 1]; None without scales."""
+    names = _scale_names(partition)
+    in_order = dict.fromkeys(names[segment.kind] for segment in partition.segments)
+    scales = [planes[name] for name in in_order if name in planes]
+    return torch.cat(scales) if scales else None
 
 
 def _integer(dtype: torch.dtype) -> torch.dtype:

@@ -62,7 +62,8 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def positions(meta: Tensor) -> Tensor:
     """Metadata [N, K/8] uint8 → positions [N, K/4, 2] int64, each 0 … 3."""
-    nibbles = torch.stack([meta & 0xF, meta >> 4], -1).reshape(meta.shape[0], -1)
+    rows, half_groups = meta.shape
+    nibbles = torch.stack([meta & 0xF, meta >> 4], -1).reshape(rows, half_groups * 2)
     return torch.stack([nibbles & 3, nibbles >> 2], -1).long()
 
 

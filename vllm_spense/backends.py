@@ -1,0 +1,151 @@
+"""How a loaded layer runs: our sparse op, or dense through vLLM where no sparse path can run.
+
+Each backend takes the verified planes of a layer, leaves on the layer the parameters that its
+kernels read, and applies it. Choosing happens once per layer, at load, and is logged with its
+reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.platforms import current_platform
+
+from vllm_spense import compat
+from vllm_spense.format.fp8 import FP8
+from vllm_spense.fused import FusedLayer
+from vllm_spense.kernels import ops
+from vllm_spense.log import debug, info_once
+
+__all__ = ["Backend", "DenseFp8", "DenseUnquantized", "SparseOp", "choose"]
+
+
+class Backend(Protocol):
+    """One way to run a layer."""
+
+    def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
+        """Put on `layer` the parameters that `apply` reads."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Y[M, N] of X[M, K], or the same with more leading dimensions."""
+
+
+class DenseUnquantized:
+    """Expanded to a dense weight in the model's dtype; vLLM's own linear."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._method = UnquantizedLinearMethod()
+
+    def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
+        layer.weight = Parameter(fused.decode(planes, self._dtype), requires_grad=False)
+        self._method.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._method.apply(layer, x, bias)
+
+
+class DenseFp8:
+    """Expanded to dense FP8 (the same numbers); vLLM's own FP8 kernel for this GPU."""
+
+    def __init__(self, fused: FusedLayer, dtype: torch.dtype) -> None:
+        self._kernel = compat.dense_fp8_kernel(
+            sum(fused.rows), fused.cols, dtype, "vllm-spense's dense FP8 layers"
+        )
+
+    def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
+        weight = fused.decode_fp8(planes)
+        layer.weight = Parameter(weight.t(), requires_grad=False)  # vLLM's kernels take [K, N]
+        layer.weight.input_dim, layer.weight.output_dim = 0, 1
+        layer.weight_scale = Parameter(fused.row_scale(planes), requires_grad=False)
+        layer.input_scale = None
+        layer.logical_widths = list(fused.rows)
+        self._kernel.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernel.apply_weights(layer, x, bias)
+
+
+class SparseOp:
+    """Our opaque op: 2:4 and dense regions, the path chosen inside by M.
+
+    Compiled graphs get the unscaled product and multiply by the scales afterwards, where the
+    compiler folds the multiplication into whatever reads Y; eager mode applies them inside the op.
+    """
+
+    def __init__(self, dtype: torch.dtype, fp8: bool) -> None:
+        self._dtype = dtype
+        self._quantize = compat.token_quantizer() if fp8 else None
+        self._compiled = compat.compiled()
+
+    def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
+        layout = fused.layout()
+        self._layout = layout.encode()
+        self._rows = layout.n
+        tensors = ops.prepare(layout, fused.region_planes(planes))
+        self._names = [f"weight_region_{i}" for i in range(len(tensors))]
+        self._names[0] = "weight_packed"  # the name by which LoRA finds a layer's device
+        for name, tensor in zip(self._names, tensors, strict=True):
+            layer.register_parameter(name, Parameter(tensor, requires_grad=False))
+        scale = fused.row_scale(planes)
+        if scale is not None:
+            layer.weight_scale = Parameter(scale.reshape(1, -1), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        weights = [getattr(layer, name) for name in self._names]
+        rows = x.view(-1, x.shape[-1])
+        if self._quantize is None:
+            y = torch.ops.spense.linear_raw(rows, weights, self._layout, self._rows, self._dtype)
+            y = y if bias is None else y + bias
+        else:
+            y = self._apply_fp8(layer, rows, weights, bias)
+        return y.view(*x.shape[:-1], self._rows)
+
+    def _apply_fp8(
+        self, layer: nn.Module, rows: Tensor, weights: list[Tensor], bias: Tensor | None
+    ) -> Tensor:
+        quantized, x_scale = self._quantize(rows)
+        if not self._compiled:
+            return torch.ops.spense.linear(
+                quantized, x_scale, layer.weight_scale, bias, weights, self._layout, self._rows,
+                self._dtype,
+            )  # fmt: skip
+        raw = torch.ops.spense.linear_raw(quantized, weights, self._layout, self._rows, self._dtype)
+        y = raw.float() * x_scale * layer.weight_scale
+        return (y if bias is None else y + bias).to(self._dtype)
+
+
+def choose(fused: FusedLayer, dtype: torch.dtype, device: torch.device) -> Backend:
+    """The backend for a layer on this device, logged once per reason.
+
+    Raises:
+        ValueError: float32 activations on a GPU, which no FP8 or 2:4 kernel takes.
+    """
+    fp8 = fused.weight_dtype == FP8
+    name = fused.modules[0]
+    if not current_platform.is_cuda():
+        info_once(
+            f"spense: no sparse kernels on {current_platform.device_name}: layers are expanded to "
+            f"dense {_short(dtype)} and run through vLLM's own linear"
+        )
+        return DenseUnquantized(dtype)
+    if dtype == torch.float32:
+        raise ValueError(f"{name}: float32 activations on a GPU; use --dtype bfloat16 or float16")
+    runs, reason = ops.can_run(fused.layout(), dtype, device)
+    if runs:
+        debug(f"spense: {name} runs through the sparse op")
+        info_once(f"spense: {_short(fused.weight_dtype)} layers run through the sparse op")
+        return SparseOp(dtype, fp8)
+    fallback = "dense FP8 (vLLM's own kernel)" if fp8 else f"dense {_short(dtype)}"
+    info_once(f"spense: some layers are expanded to {fallback}, because {reason}")
+    debug(f"spense: {name} is expanded to {fallback}, because {reason}")
+    return DenseFp8(fused, dtype) if fp8 else DenseUnquantized(dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,93 @@
+"""Everything of vLLM that moved between the supported releases, and nothing else.
+
+Tested range: 0.26.0 … 0.33.0. Outside it `check_version` refuses, and the plugin leaves vLLM alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm
+from packaging.version import Version
+from torch import nn
+from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+)
+
+__all__ = [
+    "RoutedExperts",
+    "check_version",
+    "compiled",
+    "dense_fp8_kernel",
+    "dummy_weights",
+    "options",
+    "rename_mapper",
+    "token_quantizer",
+]
+
+OLDEST, NEWEST = Version("0.26.0"), Version("0.33")
+
+
+def check_version() -> None:
+    """Refuse a vLLM outside the tested range.
+
+    Raises:
+        RuntimeError: with the version found and the range.
+    """
+    found = Version(vllm.__version__)
+    if not OLDEST <= found or found.release[:2] > NEWEST.release[:2]:
+        raise RuntimeError(f"vLLM {found} found; vllm-spense supports {OLDEST} to {NEWEST}.x")
+
+
+def compiled() -> bool:
+    """Whether vLLM compiles the model being built (vLLM hashes this mode into its graph cache)."""
+    return get_current_vllm_config().compilation_config.mode != CompilationMode.NONE
+
+
+def dummy_weights() -> bool:
+    """Whether the model is being built with `--load-format dummy`."""
+    return get_current_vllm_config().load_config.load_format == "dummy"
+
+
+def options() -> dict[str, Any]:
+    """`--additional-config '{"spense": {…}}'`, which vLLM hashes into its graph cache."""
+    additional = get_current_vllm_config().additional_config
+    return dict(additional.get("spense", {})) if isinstance(additional, dict) else {}
+
+
+def rename_mapper(mapper: Any) -> Any:
+    """The part of a model's weight mapper that renames modules without fusing them."""
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
+
+
+def token_quantizer() -> QuantFP8:
+    """Dynamic per-token FP8 of activations, in the form that vLLM's fusion passes know."""
+    return QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+
+
+def dense_fp8_kernel(rows: int, cols: int, dtype: torch.dtype, module: str) -> Any:
+    """vLLM's own FP8 linear kernel for this GPU, per-channel weights and per-token activations."""
+    from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+
+    return init_fp8_linear_kernel(
+        activation_quant_key=kFp8DynamicTokenSym,
+        weight_quant_key=kFp8StaticChannelSym,
+        input_dtype=dtype,
+        out_dtype=dtype,
+        weight_shape=(rows, cols),
+        module_name=module,
+    )
+
+
+def tensor_parallel(layer: nn.Module) -> int:
+    """Ranks that divide this layer."""
+    return int(getattr(layer, "tp_size", 1))
