@@ -63,6 +63,9 @@ def shard_files(folder: Path) -> dict[str, list[str] | None]:
                     f"{folder / INDEX}: {tensor} points to {shard!r}, not a file beside it"
                 )
             shards.setdefault(shard, []).append(tensor)
+        for path in folder.glob("model*.safetensors"):
+            if path.name not in shards:
+                raise ValueError(f"{path} is a shard that {INDEX} does not name")
         return shards
     if (folder / SINGLE).is_file():
         return {SINGLE: None}

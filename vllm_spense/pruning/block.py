@@ -1,0 +1,324 @@
+"""Prune one decoder layer in data-flow order: q, k, v → o → gate, up → down.
+
+Each sub-layer sees inputs that come from the pruned and quantised sub-layers before it: after every
+step the weight is replaced by what the checkpoint decodes to, so the walked model is the served one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_spense.format.partition import Partition, RegionKind
+from vllm_spense.format.planes import decode, encode, specs
+from vllm_spense.pruning.hessian import Hessian, InverseFactor, diagonal_energy, inverse_factor
+from vllm_spense.pruning.plan import PrunePlan
+from vllm_spense.pruning.report import ModuleReport
+from vllm_spense.pruning.scoring import magnitude_scores, prune_by_score, wanda_scores
+from vllm_spense.pruning.settings import PruneSettings
+from vllm_spense.pruning.sparsegpt import prune_24
+from vllm_spense.pruning.spense import channel_scores, dense_last_order
+from vllm_spense.pruning.walk import on_inputs, replaced, run_block
+
+__all__ = ["BlockPruner", "BlockResult", "InputStatistics", "load_block", "prune_weight"]
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """H of one input, and what is derived from it at most once.
+
+    Attributes:
+        hessian: [K, K] float32, mean of xxᵀ.
+        name: the layer, for errors.
+    """
+
+    hessian: Tensor
+    dampening: float
+    name: str
+
+    @cached_property
+    def factor(self) -> InverseFactor:
+        """Upper Cholesky factor of the inverse."""
+        return inverse_factor(self.hessian, self.dampening, self.name)
+
+    @property
+    def energy(self) -> Tensor:
+        """diag(H) [K]."""
+        return self.hessian.diagonal()
+
+    def relative_error(self, weight: Tensor, approximation: Tensor) -> float:
+        """‖X(W − Ŵ)ᵀ‖ / ‖XWᵀ‖ in the Frobenius norm."""
+        weight = weight.float()
+        difference = weight - approximation.float()
+        lost = ((difference @ self.hessian) * difference).sum()
+        whole = ((weight @ self.hessian) * weight).sum()
+        return (lost.clamp_min(0) / whole.clamp_min(torch.finfo(torch.float32).tiny)).sqrt().item()
+
+
+def prune_weight(
+    weight: Tensor, partition: Partition, statistics: InputStatistics, settings: PruneSettings
+) -> Tensor:
+    """Prune the 2:4 region of a weight [N, K]; returns float32 [N, K], not yet quantised.
+
+    Rows of an output-split weight outside the region stay as they are; columns of an input-split
+    weight outside it absorb error (the SparseGPT methods) or stay as they are.
+    """
+    pruned = weight.float().clone()
+    sparse = partition.size_of(RegionKind.SPARSE_24)
+    if not sparse:
+        return pruned
+    rows, columns = weight.shape
+    if partition.split == "output":
+        rows = sparse
+    else:
+        columns = sparse
+    part = pruned[:rows]
+    if settings.method == "magnitude":
+        pruned[:rows] = prune_by_score(part, magnitude_scores(part), columns)
+    elif settings.method == "wanda":
+        pruned[:rows] = prune_by_score(part, wanda_scores(part, statistics.energy), columns)
+    else:
+        pruned[:rows] = prune_24(part, statistics.factor.upper, columns, settings.block_size)
+    return pruned
+
+
+@dataclass
+class BlockResult:
+    """One pruned layer, ready to be stored.
+
+    Attributes:
+        tensors: full name → tensor on the CPU: planes, norms, biases, untouched weights.
+        order: int32 [I], original index of each intermediate channel; None if nothing moved.
+        reports: one per module.
+        warnings: such as raised dampening.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    order: Tensor | None = None
+    reports: list[ModuleReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class BlockPruner:
+    """Prunes the one layer it is made for; `prune` leaves the layer with its decoded weights.
+
+    Args:
+        layer: on `settings.device`.
+        name: of the layer in the state dict.
+        hidden: input batches [windows, length, hidden] on the CPU.
+        kwargs: the layer's other arguments.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        name: str,
+        hidden: list[Tensor],
+        kwargs: dict[str, Any],
+        plan: PrunePlan,
+        settings: PruneSettings,
+    ) -> None:
+        self.layer, self.name = layer, name
+        self.hidden, self.kwargs = hidden, kwargs
+        self.plan, self.settings = plan, settings
+        self.planes: dict[str, dict[str, Tensor]] = {}
+        self.result = BlockResult()
+
+    @torch.no_grad()
+    def prune(self) -> BlockResult:
+        """Prune attention (if asked for), then the MLP."""
+        attention, mlp_input, mlp_batches = self._attention()
+        for child, (statistics, original) in attention.items():
+            self._report(child, original, statistics, 0.0)
+        statistics = self._statistics(mlp_input, "mlp.gate_proj and up_proj")
+        if self.settings.method == "spensegpt+" and 0 < self.plan.dense_share < 1:
+            self._permute(statistics, mlp_batches)
+        for child in ("mlp.gate_proj", "mlp.up_proj"):
+            self._replace(child, statistics)
+        down_input = Hessian(self.layer.mlp.down_proj.in_features, self.settings.device)
+        with on_inputs([(self.layer.mlp.down_proj, down_input.add)]):
+            self._run_mlp(mlp_batches)
+        self._replace("mlp.down_proj", self._statistics(down_input, "mlp.down_proj"))
+        self.result.tensors = _stored_tensors(self.layer, self.name, self.planes)
+        return self.result
+
+    def _attention(
+        self,
+    ) -> tuple[dict[str, tuple[InputStatistics, Tensor]], Hessian, list[Tensor]]:
+        """Prune or quantise attention and run it.
+
+        Returns:
+            what is still to be reported, the Hessian of the MLP's input, and the MLP's inputs.
+        """
+        layer, device = self.layer, self.settings.device
+        attention = layer.self_attn
+        qkv, o = "self_attn.q_proj, k_proj and v_proj", "self_attn.o_proj"
+        inputs = {
+            qkv: Hessian(attention.q_proj.in_features, device),
+            o: Hessian(attention.o_proj.in_features, device),
+        }
+        if self.settings.attention == "2:4":
+            self._run_attention([(attention.q_proj, inputs[qkv].add)])
+            statistics = self._statistics(inputs[qkv], qkv)
+            for child in ("q_proj", "k_proj", "v_proj"):
+                self._replace(f"self_attn.{child}", statistics)
+            self._run_attention([(attention.o_proj, inputs[o].add)])
+            self._replace(o, self._statistics(inputs[o], o))
+        originals = self._quantise_attention() if not self.planes else {}
+        hooks = []
+        if originals:
+            hooks = [(attention.q_proj, inputs[qkv].add), (attention.o_proj, inputs[o].add)]
+        mlp_input = Hessian(layer.mlp.gate_proj.in_features, device)
+        batches = self._run_attention(hooks, mlp_input)
+        if not originals:
+            return {}, mlp_input, batches
+        statistics = {key: self._statistics(hessian, key) for key, hessian in inputs.items()}
+        reported = {
+            child: (statistics[o if child == o else qkv], original)
+            for child, original in originals.items()
+        }
+        return reported, mlp_input, batches
+
+    def _quantise_attention(self) -> dict[str, Tensor]:
+        """Round dense attention projections; needs no statistics. Returns the original weights."""
+        originals = {}
+        for child in self.plan.partitions:
+            if child.startswith("self_attn."):
+                originals[child] = self.layer.get_submodule(child).weight.clone()
+                self._store(child, originals[child])
+        return originals
+
+    def _run_attention(self, hooks: list[Any], mlp_input: Hessian | None = None) -> list[Tensor]:
+        """Run the layer without its MLP; returns the inputs that the MLP would have got."""
+        batches: list[Tensor] = []
+
+        def record(x: Tensor) -> None:
+            batches.append(x.cpu())
+            if mlp_input is not None:
+                mlp_input.add(x)
+
+        stand_in = nn.Identity()
+        with (
+            replaced(self.layer, "mlp", stand_in),
+            on_inputs([*hooks, (stand_in, record)]),
+        ):
+            for _ in run_block(self.layer, self.hidden, self.kwargs, self.settings.device):
+                pass
+        return batches
+
+    def _run_mlp(self, batches: list[Tensor]) -> None:
+        for batch in batches:
+            self.layer.mlp(batch.to(self.settings.device))
+
+    def _permute(self, statistics: InputStatistics, batches: list[Tensor]) -> None:
+        """SpenseGPT+: put the channels that matter most last."""
+        mlp, device = self.layer.mlp, self.settings.device
+        energy = torch.zeros(mlp.down_proj.in_features, device=device)
+        with on_inputs([(mlp.down_proj, lambda x: energy.add_(diagonal_energy(x)))]):
+            self._run_mlp(batches)
+        scores = channel_scores(
+            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, statistics.energy, energy
+        )
+        order = dense_last_order(scores, self.plan.mlp_dense)
+        permute_mlp(mlp, order)
+        self.result.order = order.to(torch.int32).cpu()
+
+    def _statistics(self, hessian: Hessian, child: str) -> InputStatistics:
+        name = f"{self.name}.{child}"
+        return InputStatistics(hessian.mean(name), self.settings.dampening, name)
+
+    def _replace(self, child: str, statistics: InputStatistics) -> None:
+        """Prune, store and decode one projection."""
+        began = perf_counter()
+        original = self.layer.get_submodule(child).weight.clone()
+        pruned = prune_weight(original, self.plan.partitions[child], statistics, self.settings)
+        self._store(child, pruned)
+        self._report(child, original, statistics, perf_counter() - began)
+
+    def _store(self, child: str, weight: Tensor) -> None:
+        """Encode a weight, and put what it decodes to into the layer."""
+        linear, partition = self.layer.get_submodule(child), self.plan.partitions[child]
+        name = f"{self.name}.{child}"
+        planes = encode(weight, partition, self.settings.weight_dtype, name)
+        decoded = decode(planes, partition, linear.weight.dtype)
+        if not torch.isfinite(decoded).all():
+            raise ValueError(
+                f"{name}: a weight (largest {weight.abs().max().item():g}) overflows "
+                f"{self.settings.dtype}; use another --dtype"
+            )
+        linear.weight.copy_(decoded)
+        self.planes[child] = {plane: tensor.cpu() for plane, tensor in planes.items()}
+
+    def _report(
+        self, child: str, original: Tensor, statistics: InputStatistics, seconds: float
+    ) -> None:
+        name, partition = f"{self.name}.{child}", self.plan.partitions[child]
+        dampening = None
+        if "factor" in statistics.__dict__:
+            dampening = statistics.factor.dampening
+            if dampening > self.settings.dampening:
+                self.result.warnings.append(
+                    f"{name}: dampening raised from {self.settings.dampening:g} to {dampening:g}, "
+                    "its Hessian had no Cholesky factor"
+                )
+        decoded = self.layer.get_submodule(child).weight
+        self.result.reports.append(
+            ModuleReport(
+                name=name,
+                dense_share=partition.size_of(RegionKind.DENSE) / partition.total,
+                relative_error=statistics.relative_error(original, decoded),
+                dampening=dampening,
+                seconds=round(seconds, 3),
+            )
+        )
+
+
+def permute_mlp(mlp: nn.Module, order: Tensor) -> None:
+    """Permute rows of gate and up (with bias) and columns of down in place; `order` int64 [I]."""
+    for child in (mlp.gate_proj, mlp.up_proj):
+        child.weight.copy_(child.weight[order])
+        if child.bias is not None:
+            child.bias.copy_(child.bias[order])
+    mlp.down_proj.weight.copy_(mlp.down_proj.weight[:, order])
+
+
+def _stored_tensors(
+    layer: nn.Module, name: str, planes: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """All tensors of a layer under their full names, in the order of its state dict."""
+    stored = {}
+    for key, tensor in layer.state_dict().items():
+        child, _, leaf = key.rpartition(".")
+        if leaf == "weight" and child in planes:
+            stored |= {f"{name}.{child}.{plane}": part for plane, part in planes[child].items()}
+        else:
+            stored[f"{name}.{key}"] = tensor.detach().cpu().clone()
+    return stored
+
+
+@torch.no_grad()
+def load_block(
+    layer: nn.Module,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    plan: PrunePlan,
+    weight_dtype: torch.dtype,
+) -> None:
+    """Put a stored layer back into a model: planes decoded, all else as it is."""
+    for key, target in layer.state_dict(keep_vars=True).items():
+        child, _, leaf = key.rpartition(".")
+        partition = plan.partitions.get(child) if leaf == "weight" else None
+        if partition is None:
+            target.copy_(tensors[f"{name}.{key}"])
+            continue
+        planes = {
+            plane: tensors[f"{name}.{child}.{plane}"]
+            for plane in specs(partition, tuple(target.shape), weight_dtype)
+        }
+        target.copy_(decode(planes, partition, target.dtype))
