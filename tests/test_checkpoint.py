@@ -136,7 +136,10 @@ META = f"{MLP}.down_proj.weight_meta"
     ("change", "match"),
     [
         (lambda t: t.pop(META), "down_proj.weight_meta is missing; needed"),
-        (lambda t: t.update({META: t[META][:, 1:].contiguous()}), "down_proj.weight_meta is .*; needed"),
+        (
+            lambda t: t.update({META: t[META][:, 1:].contiguous()}),
+            "down_proj.weight_meta is .*; needed",
+        ),
         (lambda t: t.update({META: t[META].int()}), "down_proj.weight_meta is .* int32; needed"),
         (
             lambda t: t.update({f"{MLP}.down_proj.weight": t[META].clone()}),

@@ -32,7 +32,9 @@ def test_partition_of():
         assert config.partition_of(module) == partition
     assert config.partition_of("lm_head") is None
     assert config.partition_of("visual.blocks.3.mlp.gate_proj") is None
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj is in no group and not in 'ignore'"):
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.up_proj is in no group and not in 'ignore'"
+    ):
         config.partition_of("model.layers.1.mlp.up_proj")
 
 

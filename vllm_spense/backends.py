@@ -8,6 +8,7 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,10 +18,13 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 from vllm_spense import compat
+from vllm_spense.format import sparse24
 from vllm_spense.format.fp8 import FP8
+from vllm_spense.format.partition import RegionKind
 from vllm_spense.fused import FusedLayer
-from vllm_spense.kernels import ops
-from vllm_spense.log import debug, info_once
+from vllm_spense.kernels import dispatch, ops
+from vllm_spense.kernels.problem import Layout
+from vllm_spense.log import debug, info_once, warn_once
 
 __all__ = ["Backend", "DenseFp8", "DenseUnquantized", "SparseOp", "choose"]
 
@@ -78,46 +82,51 @@ class SparseOp:
     compiler folds the multiplication into whatever reads Y; eager mode applies them inside the op.
     """
 
-    def __init__(self, dtype: torch.dtype, fp8: bool) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._regions = layout.encode()
         self._dtype = dtype
-        self._quantize = compat.token_quantizer() if fp8 else None
+        self._quantize = compat.token_quantizer() if layout.weight_dtype == FP8 else None
         self._compiled = compat.compiled()
+        self._alpha = ops.alpha_for(layout.weight_dtype, dtype)
 
     def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
-        layout = fused.layout()
-        self._layout = layout.encode()
-        self._rows = layout.n
-        tensors = ops.prepare(layout, fused.region_planes(planes))
+        regions = _as_planned(fused.layout(), self._layout, fused.region_planes(planes))
+        tensors = ops.prepare(self._layout, regions)
         self._names = [f"weight_region_{i}" for i in range(len(tensors))]
         self._names[0] = "weight_packed"  # the name by which LoRA finds a layer's device
         for name, tensor in zip(self._names, tensors, strict=True):
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
         scale = fused.row_scale(planes)
         if scale is not None:
-            layer.weight_scale = Parameter(scale.reshape(1, -1), requires_grad=False)
+            layer.weight_scale = Parameter(scale / self._alpha, requires_grad=False)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         weights = [getattr(layer, name) for name in self._names]
         rows = x.view(-1, x.shape[-1])
         if self._quantize is None:
-            y = torch.ops.spense.linear_raw(rows, weights, self._layout, self._rows, self._dtype)
+            y = self._raw(rows, weights)
             y = y if bias is None else y + bias
         else:
             y = self._apply_fp8(layer, rows, weights, bias)
-        return y.view(*x.shape[:-1], self._rows)
+        return y.view(*x.shape[:-1], self._layout.n)
+
+    def _raw(self, rows: Tensor, weights: list[Tensor]) -> Tensor:
+        return torch.ops.spense.linear_raw(
+            rows, weights, self._regions, self._layout.n, self._dtype, self._alpha
+        )
 
     def _apply_fp8(
         self, layer: nn.Module, rows: Tensor, weights: list[Tensor], bias: Tensor | None
     ) -> Tensor:
         quantized, x_scale = self._quantize(rows)
-        if not self._compiled:
-            return torch.ops.spense.linear(
-                quantized, x_scale, layer.weight_scale, bias, weights, self._layout, self._rows,
-                self._dtype,
-            )  # fmt: skip
-        raw = torch.ops.spense.linear_raw(quantized, weights, self._layout, self._rows, self._dtype)
-        y = raw.float() * x_scale * layer.weight_scale
-        return (y if bias is None else y + bias).to(self._dtype)
+        if self._compiled:
+            y = self._raw(quantized, weights).float() * x_scale * layer.weight_scale.t()
+            return (y if bias is None else y + bias).to(self._dtype)
+        return torch.ops.spense.linear(
+            quantized, x_scale, layer.weight_scale, bias, weights, self._regions, self._layout.n,
+            self._dtype, self._alpha,
+        )  # fmt: skip
 
 
 def choose(fused: FusedLayer, dtype: torch.dtype, device: torch.device) -> Backend:
@@ -130,21 +139,55 @@ def choose(fused: FusedLayer, dtype: torch.dtype, device: torch.device) -> Backe
     name = fused.modules[0]
     if not current_platform.is_cuda():
         info_once(
-            f"spense: no sparse kernels on {current_platform.device_name}: layers are expanded to "
-            f"dense {_short(dtype)} and run through vLLM's own linear"
+            f"spense: no sparse kernels on this device ({device.type}): layers are expanded to "
+            f"dense {_short(dtype)} at load and run through vLLM's own linear"
         )
         return DenseUnquantized(dtype)
     if dtype == torch.float32:
         raise ValueError(f"{name}: float32 activations on a GPU; use --dtype bfloat16 or float16")
-    runs, reason = ops.can_run(fused.layout(), dtype, device)
-    if runs:
-        debug(f"spense: {name} runs through the sparse op")
+    if not fp8 and dtype != fused.weight_dtype:
+        raise ValueError(
+            f"{name}: {_short(fused.weight_dtype)} weights with --dtype {_short(dtype)}; "
+            f"serve this checkpoint with --dtype {_short(fused.weight_dtype)}"
+        )
+    layout, reasons = _plan_regions(fused.layout(), dtype, device)
+    for reason in reasons:
+        warn_once(f"spense: some regions do not run as stored: {reason}")
+        debug(f"spense: {name}: {reason}")
+    if layout is not None:
         info_once(f"spense: {_short(fused.weight_dtype)} layers run through the sparse op")
-        return SparseOp(dtype, fp8)
-    fallback = "dense FP8 (vLLM's own kernel)" if fp8 else f"dense {_short(dtype)}"
-    info_once(f"spense: some layers are expanded to {fallback}, because {reason}")
-    debug(f"spense: {name} is expanded to {fallback}, because {reason}")
+        debug(f"spense: {name} runs through the sparse op: {layout.regions}")
+        return SparseOp(layout, dtype)
     return DenseFp8(fused, dtype) if fp8 else DenseUnquantized(dtype)
+
+
+def _plan_regions(
+    layout: Layout, dtype: torch.dtype, device: torch.device
+) -> tuple[Layout | None, list[str]]:
+    """The layout with refused 2:4 regions made dense (None if that is refused too), and why."""
+    capability = torch.cuda.get_device_capability(device)
+    refusals = dispatch.region_refusals(layout, dtype, capability)
+    reasons = [reason for reason in refusals if reason]
+    regions = tuple(
+        replace(region, kind=RegionKind.DENSE) if refusal else region
+        for region, refusal in zip(layout.regions, refusals, strict=True)
+    )
+    planned = replace(layout, regions=regions)
+    if any(dispatch.region_refusals(planned, dtype, capability)):
+        return None, [*reasons, "the whole layer is expanded to dense, run by vLLM's own kernel"]
+    if planned.regions == layout.regions:
+        return layout, []
+    return planned, [f"{reason} (expanded to a dense region)" for reason in reasons]
+
+
+def _as_planned(
+    stored: Layout, planned: Layout, planes: list[tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
+    """Expand the planes of regions that are 2:4 on disk and dense in the plan."""
+    return [
+        (sparse24.expand(*parts),) if before.kind is not after.kind else parts
+        for before, after, parts in zip(stored.regions, planned.regions, planes, strict=True)
+    ]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -74,8 +74,9 @@ class SpenseLinearMethod(LinearMethodBase):
         planes = {name: getattr(layer, name).data for name in self._fused.planes()}
         if self._dummy:
             fill_dummy(planes)
-        for name, tensor in planes.items():
-            verify_contents(name, tensor, self._modules[0])
+        for module, views in zip(self._modules, self._fused.module_planes(planes), strict=True):
+            for name, tensor in views.items():
+                verify_contents(name, tensor, module)
         if self._backend is None:
             self._backend = backends.choose(self._fused, self._dtype, layer_device(planes))
         for name in planes:
