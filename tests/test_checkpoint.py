@@ -1,6 +1,7 @@
 """A tiny checkpoint on disk, and everything that can be wrong with one."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_side_files(tmp_path):
     }  # fmt: skip
     stored = load_file(out / INTERMEDIATE_ORDER)[MLP]
     assert stored.dtype == torch.int32 and torch.equal(stored.long(), order[MLP])
+
+
+def test_files_are_readable_as_the_umask_says(folder):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_existing_output_is_not_touched(folder):

@@ -266,7 +266,7 @@ class CheckpointWriter:
         if not self._pending:
             return
         name = f"shard-{len(self._shards):05d}"
-        save_file(self._pending, self.partial / name, metadata={"format": "pt"})
+        _save(self._pending, self.partial / name)
         self._shards.append((name, {key: t.nbytes for key, t in self._pending.items()}))
         self._pending, self._pending_bytes = {}, 0
 
@@ -297,9 +297,7 @@ class CheckpointWriter:
         if intermediate_order:
             path = self.partial / INTERMEDIATE_ORDER
             path.parent.mkdir(exist_ok=True)
-            save_file(
-                {k: v.to(torch.int32).contiguous() for k, v in intermediate_order.items()}, path
-            )
+            _save({k: v.to(torch.int32).contiguous() for k, v in intermediate_order.items()}, path)
         for name, text in {
             "config.json": json.dumps(config, indent=2) + "\n",
             **(extra_files or {}),
@@ -326,6 +324,14 @@ class CheckpointWriter:
             size += sum(sizes.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """safetensors makes files that only their owner can read; a checkpoint follows the umask."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def _copy_side_files(source: Path, target: Path) -> None:
