@@ -1,0 +1,1 @@
+"""One-shot pruning: from a dense transformers model to a spense checkpoint."""

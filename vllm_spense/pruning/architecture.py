@@ -64,8 +64,9 @@ def find_decoder(model: nn.Module) -> Decoder:
         problem = _problem(layer)
         if problem:
             raise UnsupportedModelError(
-                f"{architecture} is not supported: {prefix}.{index} {problem}; needed: a gated MLP "
-                f"(mlp.{', '.join(MLP)}) and attention (self_attn.{', '.join(ATTENTION)}) of nn.Linear"
+                f"{architecture} is not supported: {prefix}.{index} {problem}; needed: a "
+                f"gated MLP (mlp.{', '.join(MLP)}) and attention "
+                f"(self_attn.{', '.join(ATTENTION)}) of nn.Linear"
             )
     sizes = {layer.mlp.gate_proj.out_features for layer in layers}
     if len(sizes) > 1:

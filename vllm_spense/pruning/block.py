@@ -1,91 +1,31 @@
 """Prune one decoder layer in data-flow order: q, k, v → o → gate, up → down.
 
-Each sub-layer sees inputs that come from the pruned and quantised sub-layers before it: after every
-step the weight is replaced by what the checkpoint decodes to, so the walked model is the served one.
+Each sub-layer sees inputs that come from the pruned and quantised sub-layers before it: after each
+step the weight is replaced by what the checkpoint decodes to, so that the walked model is the
+served one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vllm_spense.format.partition import Partition, RegionKind
+from vllm_spense.format.partition import RegionKind
 from vllm_spense.format.planes import decode, encode, specs
-from vllm_spense.pruning.hessian import Hessian, InverseFactor, diagonal_energy, inverse_factor
+from vllm_spense.pruning.hessian import Hessian, diagonal_energy
+from vllm_spense.pruning.method import InputStatistics, prune_weight
 from vllm_spense.pruning.plan import PrunePlan
 from vllm_spense.pruning.report import ModuleReport
-from vllm_spense.pruning.scoring import magnitude_scores, prune_by_score, wanda_scores
 from vllm_spense.pruning.settings import PruneSettings
-from vllm_spense.pruning.sparsegpt import prune_24
 from vllm_spense.pruning.spense import channel_scores, dense_last_order
 from vllm_spense.pruning.walk import on_inputs, replaced, run_block
 
-__all__ = ["BlockPruner", "BlockResult", "InputStatistics", "load_block", "prune_weight"]
-
-
-@dataclass(frozen=True)
-class InputStatistics:
-    """H of one input, and what is derived from it at most once.
-
-    Attributes:
-        hessian: [K, K] float32, mean of xxᵀ.
-        name: the layer, for errors.
-    """
-
-    hessian: Tensor
-    dampening: float
-    name: str
-
-    @cached_property
-    def factor(self) -> InverseFactor:
-        """Upper Cholesky factor of the inverse."""
-        return inverse_factor(self.hessian, self.dampening, self.name)
-
-    @property
-    def energy(self) -> Tensor:
-        """diag(H) [K]."""
-        return self.hessian.diagonal()
-
-    def relative_error(self, weight: Tensor, approximation: Tensor) -> float:
-        """‖X(W − Ŵ)ᵀ‖ / ‖XWᵀ‖ in the Frobenius norm."""
-        weight = weight.float()
-        difference = weight - approximation.float()
-        lost = ((difference @ self.hessian) * difference).sum()
-        whole = ((weight @ self.hessian) * weight).sum()
-        return (lost.clamp_min(0) / whole.clamp_min(torch.finfo(torch.float32).tiny)).sqrt().item()
-
-
-def prune_weight(
-    weight: Tensor, partition: Partition, statistics: InputStatistics, settings: PruneSettings
-) -> Tensor:
-    """Prune the 2:4 region of a weight [N, K]; returns float32 [N, K], not yet quantised.
-
-    Rows of an output-split weight outside the region stay as they are; columns of an input-split
-    weight outside it absorb error (the SparseGPT methods) or stay as they are.
-    """
-    pruned = weight.float().clone()
-    sparse = partition.size_of(RegionKind.SPARSE_24)
-    if not sparse:
-        return pruned
-    rows, columns = weight.shape
-    if partition.split == "output":
-        rows = sparse
-    else:
-        columns = sparse
-    part = pruned[:rows]
-    if settings.method == "magnitude":
-        pruned[:rows] = prune_by_score(part, magnitude_scores(part), columns)
-    elif settings.method == "wanda":
-        pruned[:rows] = prune_by_score(part, wanda_scores(part, statistics.energy), columns)
-    else:
-        pruned[:rows] = prune_24(part, statistics.factor.upper, columns, settings.block_size)
-    return pruned
+__all__ = ["BlockPruner", "BlockResult", "load_block", "permute_mlp"]
 
 
 @dataclass
@@ -222,9 +162,8 @@ class BlockPruner:
         energy = torch.zeros(mlp.down_proj.in_features, device=device)
         with on_inputs([(mlp.down_proj, lambda x: energy.add_(diagonal_energy(x)))]):
             self._run_mlp(batches)
-        scores = channel_scores(
-            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, statistics.energy, energy
-        )
+        weights = (child.weight for child in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        scores = channel_scores(*weights, statistics.energy, energy)
         order = dense_last_order(scores, self.plan.mlp_dense)
         permute_mlp(mlp, order)
         self.result.order = order.to(torch.int32).cpu()

@@ -1,4 +1,4 @@
-"""Calibration tokens [samples, length] from a text file, JSONL, a hub data set, or the model itself.
+"""Calibration tokens [samples, length] from a text file, a JSONL file or a hub data set.
 
 Windows never overlap and are never padded. Which windows are taken depends on the seed alone.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "PYTHON_DOCS",
     "SELF",
     "CalibrationError",
     "TextSource",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 SELF = "self"
+PYTHON_DOCS = "python-docs"  # English text that every Python carries: help topics, in two halves
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _KEYS = ("text", "messages")
 
@@ -39,7 +41,9 @@ class TextSource:
     """Where text comes from.
 
     Attributes:
-        name: path of a text or JSONL file, or `NAME[:CONFIG[:SPLIT]]` of a data set.
+        name: path of a text or JSONL file, `NAME[:CONFIG[:SPLIT]]` of a data set, or one of
+            `python-docs`, `python-docs:0` and `python-docs:1` (the help topics of the running
+            Python, or every second of them).
     """
 
     name: str
@@ -48,10 +52,19 @@ class TextSource:
     def is_file(self) -> bool:
         """Whether the name is an existing file, or can only have been meant as one."""
         path = Path(self.name)
-        return path.is_file() or path.suffix in (".txt", ".md", *_JSON_SUFFIXES) or path.is_absolute()
+        return (
+            path.is_file() or path.suffix in (".txt", ".md", *_JSON_SUFFIXES) or path.is_absolute()
+        )
+
+    @property
+    def is_python_docs(self) -> bool:
+        """Whether the name means Python's help topics."""
+        return self.name.partition(":")[0] == PYTHON_DOCS and not Path(self.name).exists()
 
     def digest(self) -> str:
-        """SHA-256 of the file; for a data set its name (its content is known only once loaded)."""
+        """SHA-256 of the text; for a data set its name (its content is known only once loaded)."""
+        if self.is_python_docs:
+            return hashlib.sha256("".join(_python_docs(self.name)).encode()).hexdigest()
         if not self.is_file:
             return self.name
         return hashlib.sha256(_read(Path(self.name)).encode()).hexdigest()
@@ -68,6 +81,9 @@ def _read(path: Path) -> str:
 
 def documents(source: TextSource, tokenizer: Any) -> Iterator[str]:
     """The documents of a source as text; chat messages go through the tokenizer's chat template."""
+    if source.is_python_docs:
+        yield from _python_docs(source.name)
+        return
     if not source.is_file:
         yield from (_record_text(row, source.name, tokenizer) for row in _data_set(source.name))
         return
@@ -86,12 +102,24 @@ def documents(source: TextSource, tokenizer: Any) -> Iterator[str]:
             yield _record_text(record, where, tokenizer)
 
 
+def _python_docs(name: str) -> list[str]:
+    from pydoc_data.topics import topics
+
+    half = name.partition(":")[2]
+    if half not in ("", "0", "1"):
+        raise CalibrationError(f"{name}: the halves of {PYTHON_DOCS} are :0 and :1")
+    texts = [topics[key] for key in sorted(topics)]
+    return texts[int(half) :: 2] if half else texts
+
+
 def _record_text(record: Any, where: str, tokenizer: Any) -> str:
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return record["text"]
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
         if not getattr(tokenizer, "chat_template", None):
-            raise CalibrationError(f"{where} has 'messages', but the tokenizer has no chat template")
+            raise CalibrationError(
+                f"{where} has 'messages', but the tokenizer has no chat template"
+            )
         return tokenizer.apply_chat_template(record["messages"], tokenize=False)
     keys = sorted(record) if isinstance(record, dict) else type(record).__name__
     raise CalibrationError(f"{where} has {keys}; needed: one of the keys {list(_KEYS)}")
@@ -106,7 +134,7 @@ def _data_set(name: str) -> Iterable[dict[str, Any]]:
         return datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
     except Exception as error:  # datasets raises many kinds; all mean that there is no text
         raise CalibrationError(
-            f"calibration source {name!r} is neither a file nor a data set that can be loaded: {error}"
+            f"calibration source {name!r} is no file, and no data set that can be loaded: {error}"
         ) from error
 
 
@@ -134,9 +162,7 @@ def pack_windows(ids: Tensor, samples: int, length: int, seed: int, source: str)
     return windows[chosen]
 
 
-def text_tokens(
-    source: TextSource, tokenizer: Any, samples: int, length: int, seed: int
-) -> Tensor:
+def text_tokens(source: TextSource, tokenizer: Any, samples: int, length: int, seed: int) -> Tensor:
     """Tokens [samples, length] of a source, documents separated by the end-of-text token.
 
     A data set is read only as far as needed, so that a large one is not downloaded whole.

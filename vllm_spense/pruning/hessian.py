@@ -1,7 +1,7 @@
-"""Second-order statistics of a linear layer's input: H = XᵀX / tokens, and the factor SparseGPT needs.
+"""Second-order statistics of a layer's input: H = XᵀX / tokens, and the factor SparseGPT needs.
 
-X [tokens, K] may be BF16: products of two BF16 numbers are exact in FP32, and sums are FP32. On CUDA
-the tensor cores do that directly (`out_dtype`); on the CPU X is widened first.
+X [tokens, K] may be BF16: products of two BF16 numbers are exact in FP32, and sums are FP32. On
+CUDA the tensor cores do that directly (`out_dtype`); on the CPU X is widened first.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Hessian:
         if not torch.isfinite(mean).all():
             bad = int((~torch.isfinite(diagonal)).sum())
             raise HessianError(
-                f"{name}: the Hessian of its inputs is not finite ({bad} of {len(diagonal)} channels "
-                "hold NaN or infinity); the model overflows on the calibration text"
+                f"{name}: the Hessian of its inputs is not finite ({bad} of {len(diagonal)} "
+                "channels hold NaN or infinity); the model overflows on the calibration text"
             )
         if not (diagonal > 0).any():
             raise HessianError(f"{name}: all of its calibration inputs are zero")
@@ -82,8 +82,8 @@ def inverse_factor(hessian: Tensor, dampening_frac: float, name: str) -> Inverse
 
     With J the reversal of the order of channels, J(H + damp·I)J = LLᵀ gives U = (JLJ)⁻¹: one
     factorisation and one triangular solve, instead of invert-then-factor.
-    Where the factorisation fails the dampening grows tenfold up to 1; the value used is returned and
-    callers report it.
+    Where the factorisation fails the dampening grows tenfold up to 1; the value used is returned,
+    and callers report it.
 
     Raises:
         HessianError: naming `name`, when no dampening up to 1 makes it positive definite.

@@ -33,7 +33,7 @@ def mask_24(scores: Tensor) -> Tensor:
     """
     rows, cols = scores.shape
     groups = scores.reshape(rows, cols // GROUP, GROUP)
-    kept = groups.argsort(-1, descending=True, stable=True)[..., :KEPT]
+    kept = groups.argsort(dim=-1, descending=True, stable=True)[..., :KEPT]
     mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, kept, True)
     return mask.reshape(rows, cols)
 

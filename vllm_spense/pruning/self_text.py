@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from vllm_spense.pruning.calibration import CalibrationError
+from vllm_spense.pruning.walk import replaced
 
 __all__ = ["self_tokens"]
 
@@ -72,20 +73,17 @@ def _generate(
     model: PreTrainedModel, prompt: Tensor, length: int, report: Callable[[int], None]
 ) -> Tensor:
     model.eval()
-    with torch.no_grad():
+    # The model's own settings name end tokens, at which samples would stop.
+    plain = GenerationConfig(
+        max_new_tokens=length - prompt.shape[1],
+        do_sample=True,
+        top_k=0,
+        pad_token_id=0,  # never used: all rows are of one length
+    )
+    with torch.no_grad(), replaced(model, "generation_config", plain):
         return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_length=None,
-            max_new_tokens=length - prompt.shape[1],
-            min_new_tokens=None,
-            eos_token_id=-1,  # no such token: nothing stops a sample
-            pad_token_id=0,  # never used: all rows are of one length
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
             logits_processor=LogitsProcessorList([_Cooling(prompt.shape[1], report)]),
         )
 

@@ -58,7 +58,9 @@ class PruneSettings:
             ("dtype", tuple(DTYPES)),
         ):
             if getattr(self, key) not in known:
-                raise ValueError(f"{key} {getattr(self, key)!r} is not known; needed: one of {known}")
+                raise ValueError(
+                    f"{key} {getattr(self, key)!r} is not known; needed: one of {known}"
+                )
         if not 0.0 <= self.dense_share <= 1.0:
             raise ValueError(f"dense share {self.dense_share} is outside 0 … 1")
         if self.samples < 1 or self.length < 2:
@@ -84,7 +86,7 @@ class PruneSettings:
         return self.batch_size or max(1, _BATCH_TOKENS // self.length)
 
     def with_device_defaults(self, samples: int | None, length: int | None) -> PruneSettings:
-        """Sizes where none were given: a CPU gets a quarter minute's worth, a GPU the paper's count."""
+        """Fill in sizes where none were given: few on a CPU, 128 long samples on a GPU."""
         cpu_samples, cpu_length = (64, 256) if self.calibration == SELF else (64, 512)
         on_cpu = self.device == "cpu"
         return replace(

@@ -1,7 +1,7 @@
 """SparseGPT 2:4 (Frantar & Alistarh, arXiv 2301.00774) on one weight.
 
-Minimises ‖XWᵀ − XŴᵀ‖² greedily from left to right. With U the upper Cholesky factor of H⁻¹, removing
-weight j of a row costs (w_j / U_jj)², and the row's columns to the right are corrected by
+Minimises ‖XWᵀ − XŴᵀ‖² greedily from left to right. With U the upper Cholesky factor of H⁻¹,
+removing weight j of a row costs (w_j / U_jj)², and the row's columns to the right are corrected by
 −(w_j / U_jj) · U_j,right. Columns right of the 2:4 region are never masked; they only absorb the
 error (SpenseGPT, arXiv 2606.10445, section 3.3.2).
 """
@@ -45,16 +45,23 @@ def prune_24(
 
 def _prune_block(block: Tensor, upper: Tensor) -> Tensor:
     """Prune [N, B] in place, correcting inside the block; returns the scaled errors [N, B]."""
-    errors = torch.zeros_like(block)
+    errors = torch.empty_like(block)
+    for start in range(0, block.shape[1], GROUP):
+        end = start + GROUP
+        group, group_upper = block[:, start:end].clone(), upper[start:end, start:end]
+        errors[:, start:end] = _prune_group(group, group_upper)
+        block[:, start:end] = group
+        block[:, end:].addmm_(errors[:, start:end], upper[start:end, end:], alpha=-1)
+    return errors
+
+
+def _prune_group(group: Tensor, upper: Tensor) -> Tensor:
+    """Remove two of four columns in each row of [N, 4], in place; returns the scaled errors."""
     diagonal = upper.diagonal()
-    for first in range(0, block.shape[1], GROUP):
-        group = slice(first, first + GROUP)
-        removed = ~mask_24((block[:, group] / diagonal[group]).square())
-        for j in range(first, first + GROUP):
-            error = block[:, j] * removed[:, j - first] / diagonal[j]
-            block[:, j:] -= error[:, None] * upper[j, j:]
-            block[:, j].masked_fill_(
-                removed[:, j - first], 0.0
-            )  # exact zero, whatever rounding left
-            errors[:, j] = error
+    removed = ~mask_24((group / diagonal).square())
+    errors = torch.empty_like(group)
+    for j in range(GROUP):
+        errors[:, j] = group[:, j] * removed[:, j] / diagonal[j]
+        group[:, j + 1 :].addr_(errors[:, j], upper[j, j + 1 :], alpha=-1)
+    group.masked_fill_(removed, 0.0)
     return errors

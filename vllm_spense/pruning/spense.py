@@ -53,5 +53,5 @@ def dense_last_order(scores: Tensor, dense: int) -> Tensor:
     Returns:
         int64 [I]: entry j is the original index of new channel j.
     """
-    by_score = scores.argsort(descending=True, stable=True)
+    by_score = scores.argsort(dim=0, descending=True, stable=True)
     return torch.cat([by_score[dense:].sort().values, by_score[:dense].sort().values])

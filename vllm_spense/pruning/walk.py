@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vllm_spense.pruning.architecture import Decoder
 
@@ -61,9 +62,15 @@ def on_inputs(hooks: Iterable[tuple[nn.Module, Callable[[Tensor], None]]]) -> It
     """Call each function with every input of its module for a while."""
     with ExitStack() as stack:
         for module, action in hooks:
-            handle = module.register_forward_pre_hook(lambda _, args, action=action: action(args[0]))
-            stack.callback(handle.remove)
+            stack.callback(_on_input(module, action).remove)
         yield
+
+
+def _on_input(module: nn.Module, action: Callable[[Tensor], None]) -> RemovableHandle:
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        action(args[0])  # what it returns is dropped: torch would take it for a new input
+
+    return module.register_forward_pre_hook(hook)
 
 
 @torch.no_grad()
