@@ -176,8 +176,14 @@ class Checkpoint:
         """Check the numbers of every plane; `progress` is called with each module."""
         for module in self._modules:
             progress(module)
-            for plane, tensor in self.planes(module).items():
-                verify_contents(plane, tensor, module)
+            self.verified_planes(module)
+
+    def verified_planes(self, module: str) -> dict[str, Tensor]:
+        """`planes`, refused if a number in them is not valid."""
+        planes = self.planes(module)
+        for plane, tensor in planes.items():
+            verify_contents(plane, tensor, module)
+        return planes
 
 
 _PLANES = ("weight_values", "weight_meta", "weight_dense", "weight_scale", "weight_values_scale",
@@ -273,8 +279,8 @@ class CheckpointWriter:
     def finish(
         self,
         config: Mapping[str, Any],
-        quantization: SpenseQuantization | None,
-        copy_from: Path | None = None,
+        quantization: SpenseQuantization | dict[str, Any] | None,
+        copy_from: Path | str | None = None,
         intermediate_order: Mapping[str, Tensor] | None = None,
         extra_files: Mapping[str, str] | None = None,
     ) -> Path:
@@ -291,7 +297,8 @@ class CheckpointWriter:
         self._name_shards()
         config = {k: v for k, v in config.items() if k != "quantization_config"}
         if quantization is not None:
-            config["quantization_config"] = quantization.to_dict()
+            is_ours = isinstance(quantization, SpenseQuantization)
+            config["quantization_config"] = quantization.to_dict() if is_ours else quantization
         if copy_from is not None:
             _copy_side_files(Path(copy_from), self.partial)
         if intermediate_order:
