@@ -2,8 +2,8 @@
 
     python scripts/convert.py CHECKPOINT TWIN --dense-fp8
 
-The twin holds the same numbers, stored densely: FP8 as compressed-tensors' float-quantized, BF16 and
-FP16 as an ordinary model folder.
+The twin holds the same numbers, stored densely: FP8 as compressed-tensors' float-quantized, BF16
+and FP16 as an ordinary model folder.
 """
 
 from __future__ import annotations

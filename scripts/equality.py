@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from vllm_spense.environment import environment
 from vllm_spense.equality import collect, divergence
 
 FIRST_CHOICE = "CutlassFP8ScaledMMLinearKernel,FlashInferFP8ScaledMMLinearKernel"
@@ -67,6 +68,18 @@ def compare(
     if json_out:
         before = json.loads(json_out.read_text()) if json_out.exists() else []
         json_out.write_text(json.dumps([*before, *rows], indent=1) + "\n")
+
+
+@app.command("merge")
+def merge(
+    out: Annotated[Path, typer.Argument(help="Result file to write.")],
+    parts: Annotated[list[Path], typer.Argument(help="Files that compare wrote.")],
+) -> None:
+    """Join rows of several comparisons and add what they ran on."""
+    rows = [row for part in parts for row in json.loads(part.read_text())]
+    result = {**environment(), "command": "scripts/check_equality.sh", "rows": rows}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    _print(rows)
 
 
 def _collect_all(
