@@ -87,10 +87,10 @@ def _collect_all(
 ) -> dict[str, dict[str, torch.Tensor]]:
     shared = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     processes = {}
-    for name, (folder, environment) in runs.items():
+    for name, (folder, variables) in runs.items():
         out = scratch / f"{name}.safetensors"
         command = [sys.executable, __file__, "collect", str(folder), str(out), arguments]
-        processes[name] = subprocess.Popen(command, env=os.environ | shared | environment)
+        processes[name] = subprocess.Popen(command, env=os.environ | shared | variables)
     failed = [name for name, process in processes.items() if process.wait() != 0]
     if failed:
         raise typer.Exit(f"engines that failed: {', '.join(failed)} (their errors are above)")
