@@ -1,6 +1,6 @@
 """Prune a dense model to a spense checkpoint.
 
-    python scripts/prune.py MODEL OUT --method spensegpt+ --dense-share 0.25
+python scripts/prune.py MODEL OUT --method spensegpt+ --dense-share 0.25
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def main(
     attention: Annotated[
         Attention,
         typer.Option(
-            help="Attention projections: dense (quantised with --dtype fp8, else as they are), 2:4, "
-            "or keep (as they are)."
+            help="Attention projections: dense (quantised with --dtype fp8, else as they are), "
+            "2:4, or keep (as they are)."
         ),
     ] = Attention["dense"],
     dtype: Annotated[Dtype, typer.Option(help="Weight dtype.")] = Dtype["fp8"],

@@ -41,7 +41,8 @@ class TextSource:
     """Where text comes from.
 
     Attributes:
-        name: path of a text or JSONL file, `NAME[:CONFIG[:SPLIT]]` of a data set, or one of
+        name: path of a text or JSONL file, `NAME[:CONFIG[:SPLIT]]` of a data set
+            (a hub name or a local folder), or one of
             `python-docs`, `python-docs:0` and `python-docs:1` (the help topics of the running
             Python, or every second of them).
     """
@@ -52,9 +53,10 @@ class TextSource:
     def is_file(self) -> bool:
         """Whether the name is an existing file, or can only have been meant as one."""
         path = Path(self.name)
-        return (
-            path.is_file() or path.suffix in (".txt", ".md", *_JSON_SUFFIXES) or path.is_absolute()
-        )
+        if Path(self.name.partition(":")[0]).is_dir():
+            return False  # a data set in a local folder
+        text_like = path.suffix in (".txt", ".md", *_JSON_SUFFIXES)
+        return path.is_file() or path.is_absolute() or text_like
 
     @property
     def is_python_docs(self) -> bool:

@@ -62,7 +62,10 @@ class DenseReference:
     """
 
     def __init__(
-        self, model: PreTrainedModel, windows: Tensor, progress: Callable[[int, int], None]
+        self,
+        model: PreTrainedModel,
+        windows: Tensor,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.windows = windows
         self._log_probabilities: list[Tensor] = []
@@ -114,6 +117,8 @@ def lm_eval_tasks(
     Raises:
         ValueError: lm-eval is not installed, or a task or its data set is not at hand.
     """
+    if not tasks:
+        return {}
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM

@@ -12,7 +12,7 @@ from vllm_spense.format.checkpoint import Checkpoint
 from vllm_spense.format.planes import decode
 from vllm_spense.format.schema import METHOD
 
-__all__ = ["is_spense", "load_model", "load_pruned"]
+__all__ = ["folder_bytes", "is_spense", "load_model", "load_pruned"]
 
 
 def is_spense(folder: Path | str) -> bool:
@@ -27,8 +27,8 @@ def is_spense(folder: Path | str) -> bool:
 def load_model(folder: Path | str, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer, on the CPU.
 
-    The planes of a spense checkpoint are decoded to dense weights: the numbers that are served, with
-    activations not quantised. The permutation of MLP channels is part of the stored weights.
+    The planes of a spense checkpoint are decoded to dense weights: the numbers that are served,
+    with activations not quantised. The permutation of MLP channels is part of the stored weights.
 
     Args:
         folder: of either kind; a hub name for dense models.
@@ -52,3 +52,10 @@ def load_pruned(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Pre
         state[f"{module}.weight"] = decode(checkpoint.planes(module), partition, dtype)
     kind = AutoModelForCausalLM._model_mapping[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+
+
+def folder_bytes(folder: Path) -> int | None:
+    """Bytes of the weight files of a folder; None for a hub name."""
+    if not folder.is_dir():
+        return None
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+)
 
 __all__ = ["Source", "load_source", "model_digest"]
 
@@ -65,14 +71,21 @@ def load_source(model: str, gguf_file: str | None, dtype: torch.dtype | None) ->
     if gguf_file:
         options["quantization_config"] = GgufConfig(dequantize=True)
         dtype = dtype or torch.bfloat16
+    else:
+        _refuse_quantised(model)
     loaded = _load(AutoModelForCausalLM, model, options | {"dtype": dtype or "auto"})
-    quantization = getattr(loaded.config, "quantization_config", None)
-    if quantization is not None and not gguf_file:
-        method = getattr(quantization, "quant_method", None) or quantization
-        raise ValueError(f"{model} is quantised already ({method}); needed: a dense model")
     local = Path(model)
     folder = local if local.is_dir() and not gguf_file else None
     return Source(loaded.eval(), tokenizer, local.name if local.is_dir() else model, folder)
+
+
+def _refuse_quantised(model: str) -> None:
+    quantization = getattr(_load(AutoConfig, model, {}), "quantization_config", None)
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        )
+        raise ValueError(f"{model} is quantised already ({method}); needed: a dense model")
 
 
 def _load(kind: Any, model: str, options: dict[str, Any]) -> Any:
