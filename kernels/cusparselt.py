@@ -23,9 +23,9 @@ from torch import Tensor
 
 from vllm_spense.format import sparse24
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels.cusparselt_api import Handle, Plan, missing
+from vllm_spense.kernels.cusparselt_api import CusparseLtError, Handle, Plan, missing
 from vllm_spense.kernels.layouts import TILE_COLS, TILE_ROWS, Blob24
-from vllm_spense.kernels.problem import Problem
+from vllm_spense.kernels.problem import Config, Problem, padded_rows
 
 __all__ = ["can_implement", "candidates", "prepare", "run"]
 
@@ -43,9 +43,8 @@ _OUTPUTS = {
 }
 _MEASURED = ((9, 0),)  # capabilities on which this path has been checked
 _MAX_PLANS = 1024  # per thread and device; a plan is about 25 KB of host memory
-_ALGORITHMS = 30  # ids that were ever accepted on sm_90 lie below
+_ALGORITHMS = 26  # ids on sm_90 (0.8) lie below: FP8 has 0 … 25, BF16 0 … 21
 
-Config = tuple[tuple[str, int], ...]
 logger = logging.getLogger(__name__)
 
 
@@ -83,6 +82,21 @@ def _fits(problem: Problem) -> tuple[bool, str]:
 def candidates(problem: Problem) -> tuple[Config, ...]:
     """Configurations to measure; the first one runs where nothing has been measured."""
     return ((), *((("alg", i),) for i in range(1, _ALGORITHMS)))
+
+
+def accepts(problem: Problem, config: Config) -> bool:
+    """Whether the library takes `config` for this region (some ids fail for some sizes)."""
+    region, m = problem.region, padded_rows(problem.m)
+    handle = _plans(torch.device("cuda", torch.cuda.current_device())).handle
+    dtypes = problem.layout.weight_dtype, problem.out_dtype
+    leading = problem.layout.k, problem.layout.n
+    try:
+        Plan(
+            *(handle, (m, region.rows, region.cols), dtypes, leading, (1.0, 0.0), dict(config))
+        ).close()
+    except CusparseLtError:
+        return False
+    return True
 
 
 class _Plans:
@@ -123,7 +137,19 @@ def _make(
     factors: tuple[float, float],
     config: Config,
 ) -> Plan:
-    return Plan(handle, shape, dtypes, leading, factors, dict(config))
+    try:
+        return Plan(handle, shape, dtypes, leading, factors, dict(config))
+    except CusparseLtError as error:
+        if not config:
+            raise
+        # Another version of the library than the one that was measured.
+        _warn_once(f"{error} with {dict(config)}: cuSPARSELt's default algorithm runs instead")
+        return Plan(handle, shape, dtypes, leading, factors, {})
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 class _Threads(threading.local):
@@ -155,7 +181,7 @@ def run(
 
     Args:
         x: [padded M, K] contiguous, in the weight dtype; rows past M are arbitrary.
-        weights: kernel tensors of the layer; that of the region is read.
+        weights: the compressed buffer of the region.
         y: [padded M, N] contiguous; rows past M are written too.
     """
     region = problem.layout.regions[problem.indices[0]]
@@ -172,7 +198,7 @@ def run(
     if not plan.captured and torch.cuda.is_current_stream_capturing():
         plan.captured = True
     plan(
-        weights[problem.indices[0]].data_ptr(),
+        weights[0].data_ptr(),
         x.data_ptr() + region.x_start * x.element_size(),
         y.data_ptr() + region.y_start * y.element_size(),
         device,
@@ -199,7 +225,11 @@ def order_is_known(device: torch.device) -> bool:
 
 
 def prepare(blob: Blob24, values: Tensor, meta: Tensor) -> Tensor:
-    """Planes [rows, cols/2], [rows, cols/8] on the GPU → the buffer that the library reads."""
-    if blob.ordered and order_is_known(values.device):
+    """Planes [rows, cols/2], [rows, cols/8] on the GPU → the buffer that the library reads.
+
+    Raises:
+        CusparseLtError: only the library knows the order of this size, and it cannot be loaded.
+    """
+    if blob.ordered and (missing() or order_is_known(values.device)):
         return blob.pack(values, meta)
     return _plans(values.device).handle.compress(sparse24.expand(values, meta))

@@ -1,83 +1,175 @@
-"""Choose how to run a problem, and run it.
+"""Choose how to run a problem (`execution.py` runs it).
 
 A frozen `Problem` goes in, a frozen `Plan` comes out: one `Step` per launch or library call, dense
 regions before sparse ones. Plans are chosen inside the opaque op, by the M of the call, so compiled
-and captured graphs never hold a choice.
+and captured graphs never hold a choice. Measured times (`measurements.py`) decide; without them the
+first candidate of each path runs.
 
 A path is a module with
 
     NAME, WHOLE_LAYER (takes all regions at once), PADS_ROWS (wants M padded to 16)
     can_implement(problem) -> (bool, reason)
     candidates(problem) -> configurations; the first one runs where nothing has been measured
-    run(problem, x, weights, y, *, alpha, accumulate, config)
+    run(problem, x, weights, y, *, alpha, accumulate, config); weights in the problem's order
+
+A layer may come with one tensor more than it has regions: its dense weight [N, K]. Then the plan
+can be "dense", and is where that was measured to be fastest.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 
 import torch
-from torch import Tensor
 
+from vllm_spense.format.partition import RegionKind
 from vllm_spense.kernels import cusparselt, scaled_mm
-from vllm_spense.kernels.problem import Layout, Problem, padded_rows
+from vllm_spense.kernels.measurements import Table, parse_candidate
+from vllm_spense.kernels.problem import Config, Layout, Problem, Region, padded_rows
 
-__all__ = ["PATHS", "Plan", "Step", "execute", "make_plan", "refusal", "region_refusals"]
+__all__ = [
+    "PATHS",
+    "Plan",
+    "Step",
+    "make_plan",
+    "named_plan",
+    "refusal",
+    "region_refusals",
+]
 
-PATHS = (cusparselt, scaled_mm)
-_BY_NAME = {path.NAME: path for path in PATHS}
+PATHS: tuple[ModuleType, ...] = (cusparselt, scaled_mm)
+REGIONS, FORKED, DENSE_COPY = "regions", "regions fork", "dense"  # plans by name in layer rows
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One path running some regions, with its parameters; `accumulate` adds to what Y holds."""
+    """One path running some regions; `weights` are the tensors it takes, by index.
+
+    `accumulate` adds to what an earlier step wrote to the same channels of Y.
+    """
 
     path: str
     problem: Problem
+    weights: tuple[int, ...]
     accumulate: bool
-    config: tuple
+    config: Config
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a problem, in order, and the rows that X and Y need (M, or M padded to 16)."""
+    """The steps of a problem, in order, and the rows that X and Y need (M, or M padded to 16).
+
+    `fork` runs the dense steps on a second stream beside the sparse ones: at small M each fills the
+    gaps that the other leaves at its ends. Only where no step adds to another's channels.
+    """
 
     steps: tuple[Step, ...]
     rows: int
+    fork: bool = False
 
 
-def make_plan(problem: Problem) -> Plan:
-    """The plan of a problem of all regions of a layout. Pure.
+def path_named(name: str) -> ModuleType | None:
+    return next((path for path in PATHS if path.NAME == name), None)
+
+
+def _plan_of(steps: tuple[Step, ...], m: int) -> Plan:
+    padded = any(path_named(step.path).PADS_ROWS for step in steps)
+    return Plan(steps, padded_rows(m) if padded else m)
+
+
+def make_plan(problem: Problem, table: Table | None = None, dense_copy: bool = False) -> Plan:
+    """The fastest known plan of a problem of all regions of a layout. Pure.
 
     Raises:
         ValueError: no path takes one of the regions; says why for each path.
     """
-    steps = _whole_layer(problem) or tuple(
-        _region_step(problem.only(i), problem.layout.accumulates(i)) for i in problem.layout.order
-    )
-    padded = any(_BY_NAME[step.path].PADS_ROWS for step in steps)
-    return Plan(steps, padded_rows(problem.m) if padded else problem.m)
-
-
-def _whole_layer(problem: Problem) -> tuple[Step, ...]:
+    table = table or Table()
+    times = table.layer(problem)
+    for name in sorted(times, key=times.__getitem__):
+        plan = named_plan(problem, name, table, dense_copy)
+        if plan:
+            return plan
     for path in PATHS:
         if path.WHOLE_LAYER and _takes(path, problem):
-            return (Step(path.NAME, problem, False, path.candidates(problem)[0]),)
-    return ()
+            config = path.candidates(problem)[0]
+            return _whole(path, problem, config)
+    return _by_regions(problem, table)
 
 
-def _region_step(problem: Problem, accumulate: bool) -> Step:
-    for path in PATHS:
-        if not path.WHOLE_LAYER and _takes(path, problem):
-            return Step(path.NAME, problem, accumulate, path.candidates(problem)[0])
-    raise ValueError(f"no path runs {problem.region}: {refusal(problem)}")
+def named_plan(problem: Problem, name: str, table: Table, dense_copy: bool) -> Plan | None:
+    """The plan that a layer row calls `name`; None if it cannot run here."""
+    if name in (REGIONS, FORKED):
+        if any(region_refusals_of(problem)):
+            return None
+        plan = _by_regions(problem, table)
+        return plan if name == REGIONS else _forked(plan)
+    if name == DENSE_COPY:
+        return _plan_of((_dense_step(problem, table),), problem.m) if dense_copy else None
+    path_name, config = parse_candidate(name)
+    path = path_named(path_name)
+    if path is None or not path.WHOLE_LAYER or not _takes(path, problem):
+        return None
+    return _whole(path, problem, config) if config in path.candidates(problem) else None
 
 
-def _takes(path: object, problem: Problem) -> bool:
+def _forked(plan: Plan) -> Plan | None:
+    """The plan on two streams, if its steps are independent and of both kinds."""
+    alone = not any(step.accumulate for step in plan.steps)
+    return replace(plan, fork=True) if alone and len(dense_steps(plan)) % len(plan.steps) else None
+
+
+def dense_steps(plan: Plan) -> tuple[Step, ...]:
+    return tuple(s for s in plan.steps if s.problem.regions[0].kind is RegionKind.DENSE)
+
+
+def _whole(path: ModuleType, problem: Problem, config: Config) -> Plan:
+    return _plan_of((Step(path.NAME, problem, problem.indices, False, config),), problem.m)
+
+
+def _by_regions(problem: Problem, table: Table) -> Plan:
+    steps = tuple(_region_step(problem.only(i), table) for i in problem.layout.order)
+    return _plan_of(steps, problem.m)
+
+
+def _region_step(problem: Problem, table: Table) -> Step:
+    (index,) = problem.indices
+    path, config = _choose(problem, table)
+    return Step(path, problem, (index,), problem.layout.accumulates(index), config)
+
+
+def _dense_step(problem: Problem, table: Table) -> Step:
+    """One dense GEMM with the tensor that follows those of the regions."""
+    layout = problem.layout
+    whole = Region(RegionKind.DENSE, 0, layout.n, 0, layout.k)
+    dense = Layout(layout.n, layout.k, (whole,), layout.weight_dtype)
+    only = Problem.whole(dense, problem.m, problem.out_dtype, problem.capability)
+    path, config = _choose(only, table)
+    return Step(path, only, (len(layout.regions),), False, config)
+
+
+def _choose(problem: Problem, table: Table) -> tuple[str, Config]:
+    """The fastest path and configuration for one region."""
+    able = {path.NAME: path.candidates(problem) for path in PATHS if _takes_region(path, problem)}
+    if not able:
+        raise ValueError(f"no path runs {problem.region}: {refusal(problem)}")
+    times = table.region(problem)
+    for name in sorted(times, key=times.__getitem__):
+        path, config = parse_candidate(name)
+        if config in able.get(path, ()):
+            return path, config
+    path = next(iter(able))
+    return path, able[path][0]
+
+
+def _takes_region(path: ModuleType, problem: Problem) -> bool:
+    return not path.WHOLE_LAYER and _takes(path, problem)
+
+
+def _takes(path: ModuleType, problem: Problem) -> bool:
     possible, reason = path.can_implement(problem)
     if not possible:
         _log_once(path.NAME, reason)
@@ -106,61 +198,9 @@ def region_refusals(
     layout: Layout, out_dtype: torch.dtype, capability: tuple[int, int]
 ) -> tuple[str, ...]:
     """Per region why no path runs it at every M, or "": the caller keeps those dense instead."""
-    problem = Problem.whole(layout, 1, out_dtype, capability)
+    return region_refusals_of(Problem.whole(layout, 1, out_dtype, capability))
+
+
+def region_refusals_of(problem: Problem) -> tuple[str, ...]:
+    """Per region of `problem` why no path runs it, or ""."""
     return tuple(refusal(problem.only(i)) for i in problem.indices)
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-@lru_cache(maxsize=8192)
-def _plan(
-    regions: tuple[int, ...],
-    size: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: int,
-) -> Plan:
-    """The cached plan of an op call: `size` (M, n, K), `dtypes` of W and Y."""
-    m, n, k = size
-    layout = Layout.decode(n, k, list(regions), dtypes[0])
-    return make_plan(Problem.whole(layout, m, dtypes[1], _capability(device)))
-
-
-def execute(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    regions: Sequence[int],
-    n: int,
-    out_dtype: torch.dtype,
-    alpha: float,
-) -> Tensor:
-    """Y [M, n] = alpha · X · Wᵀ on the GPU. x [M, K] contiguous, M > 0.
-
-    Y is allocated with M padded to 16 where a step wants it and narrowed at the end, so only X is
-    ever copied for padding (once per call, M % 16 ≠ 0 only).
-    """
-    m, k = x.shape
-    plan = _plan(tuple(regions), (m, n, k), (x.dtype, out_dtype), x.device.index)
-    rows = plan.rows
-    y = torch.empty((rows, n), dtype=out_dtype, device=x.device)
-    exact = y if rows == m else y.narrow(0, 0, m)
-    padded = x if rows == m else _pad_rows(x, rows)
-    for step in plan.steps:
-        path = _BY_NAME[step.path]
-        xs, out = (padded, y) if path.PADS_ROWS else (x, exact)
-        path.run(
-            *(step.problem, xs, weights, out),
-            alpha=alpha,
-            accumulate=step.accumulate,
-            config=step.config,
-        )
-    return exact
-
-
-def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Copy [M, K] into [rows, K]; the added rows stay arbitrary, as do the rows of Y they make."""
-    padded = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
-    padded.narrow(0, 0, x.shape[0]).copy_(x)
-    return padded

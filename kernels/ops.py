@@ -6,8 +6,8 @@
         Y = (alpha · X · Wᵀ) · x_scale · w_scaleᵀ + bias
 
 x [M, K] in the weight dtype (2-D, any M including 0); x_scale float32 [M, 1] (or [1, 1]); w_scale
-float32 [n, 1]; bias [n]; Y [M, n] BF16 or FP16. `weights` holds one tensor per region and `regions`
-five integers per region, as `Layout.encode` writes them.
+float32 [n, 1] or [1, n]; bias [n]; Y [M, n] BF16 or FP16. `weights` holds one tensor per region and
+`regions` five integers per region, as `Layout.encode` writes them.
 
 Compiled models call `linear_raw` and multiply by the scales in torch, where Inductor fuses the
 product into what reads Y; eager ones call `linear`. With FP16 outputs raw FP8 sums overflow
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels import cusparselt, dispatch, reference
+from vllm_spense.kernels import cusparselt, dispatch, execution, reference
 from vllm_spense.kernels.layouts import Blob24
 from vllm_spense.kernels.problem import Layout
 
-__all__ = ["alpha_for", "linear", "linear_raw", "prepare", "register"]
+__all__ = ["alpha_for", "can_run", "linear", "linear_raw", "prepare", "register"]
 
 _SCHEMAS = {
     "linear_raw": (
@@ -99,6 +99,16 @@ def _prepare_dense(rows: int, cols: int, layout: Layout, weight: Tensor) -> Tens
     return weight.contiguous()
 
 
+def can_run(layout: Layout, out_dtype: torch.dtype, device: torch.device | str) -> tuple[bool, str]:
+    """Whether a kernel on `device` takes every region of `layout`, and if not, why."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return False, f"there are no kernels for {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    reason = next(filter(None, dispatch.region_refusals(layout, out_dtype, capability)), "")
+    return not reason, reason
+
+
 def _check(x: Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; needed: [M, K]")
@@ -131,8 +141,8 @@ def _linear_raw_cuda(
     x = x.contiguous()
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return dispatch.execute(x, weights, regions, n, out_dtype, alpha)
-    return dispatch.execute(x, weights, regions, n, out_dtype, alpha)
+            return execution.execute(x, weights, regions, n, out_dtype, alpha)
+    return execution.execute(x, weights, regions, n, out_dtype, alpha)
 
 
 def _linear_raw_fake(

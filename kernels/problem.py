@@ -14,11 +14,12 @@ import torch
 
 from vllm_spense.format.partition import META_GROUP, RegionKind
 
-__all__ = ["Layout", "Problem", "Region", "padded_rows"]
+__all__ = ["Config", "Layout", "Problem", "Region", "padded_rows"]
 
 _CODES = {RegionKind.DENSE: 0, RegionKind.SPARSE_24: 1, RegionKind.ZERO_TILES: 2}
 _KINDS = {code: kind for kind, code in _CODES.items()}
 _FIELDS = 5  # integers per region: kind, y_start, rows, x_start, cols
+Config = tuple[tuple[str, int | str], ...]  # parameters of a path: (name, value) pairs
 ROW_STEP = 16  # sparse library GEMMs take M in multiples of this
 
 

@@ -3,10 +3,9 @@
     linear_raw   Y = alpha · X · Wᵀ
     linear       Y = alpha · X · Wᵀ · x_scale · w_scaleᵀ + bias
 
-X [M, K], W [N, K] in the weight dtype; scales float32 [M, 1] and [N, 1]. Products and sums are in
-float32 (the CPU implementation of the ops) or float64 (the reference of the tests); Y is rounded
-once, at the end. It defines what every path must compute, and it is slow: W is expanded at every
-call.
+X [M, K], W [N, K] in the weight dtype; scales float32 [M, 1] and [N, 1] (or [1, N]). Products and
+sums are in float32; Y is rounded once, at the end. It defines what every path must compute, and it
+is slow: W is expanded at every call.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def linear_raw(
 
 def apply_scales(y: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Y · x_scale · w_scaleᵀ + bias, in float32, rounded once to the dtype of `y` [M, N]."""
-    scaled = y.float() * x_scale * w_scale.t()
+    scaled = y.float() * x_scale * w_scale.reshape(1, -1)
     if bias is not None:
         scaled = scaled + bias.float()
     return scaled.to(y.dtype)

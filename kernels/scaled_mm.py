@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels.problem import Problem
+from vllm_spense.kernels.problem import Config, Problem
 
 __all__ = ["can_implement", "candidates", "run"]
 
@@ -34,8 +34,6 @@ PADS_ROWS = False
 FP8 = torch.float8_e4m3fn
 _CUTLASS_FROM = 2048  # M
 _STEP = 16  # sizes and leading dimensions that FP8 GEMMs take
-
-Config = tuple[str, ...]
 
 
 def can_implement(problem: Problem) -> tuple[bool, str]:
@@ -50,11 +48,11 @@ def can_implement(problem: Problem) -> tuple[bool, str]:
 def candidates(problem: Problem) -> tuple[Config, ...]:
     """Configurations to measure; the first one runs where nothing has been measured."""
     if problem.layout.weight_dtype != FP8:
-        return (("mm",),)
-    found = [("cublaslt",)] if not _cublaslt_refuses(problem) else []
+        return ((("gemm", "mm"),),)
+    found = ["cublaslt"] if not _cublaslt_refuses(problem) else []
     if not _cutlass_refuses(problem):
-        found.insert(0 if problem.m >= _CUTLASS_FROM else 1, ("cutlass",))
-    return tuple(found) or (("upcast",),)
+        found.insert(0 if problem.m >= _CUTLASS_FROM else 1, "cutlass")
+    return tuple((("gemm", name),) for name in found or ["upcast"])
 
 
 def _cublaslt_refuses(problem: Problem) -> str:
@@ -106,14 +104,14 @@ def run(
 
     Args:
         x: [M, K] contiguous, in the weight dtype.
-        weights: kernel tensors of the layer; that of the region is [rows, cols].
+        weights: the kernel tensor of the region, [rows, cols].
         y: [M, N], rows contiguous.
     """
     region = problem.layout.regions[problem.indices[0]]
-    weight = weights[problem.indices[0]].t()
+    weight = weights[0].t()
     xs = x if region.cols == x.shape[1] else x.narrow(1, region.x_start, region.cols)
     out = y if region.rows == y.shape[1] else y.narrow(1, region.y_start, region.rows)
-    _WAYS[config[0]](xs, weight, out, alpha, accumulate)
+    _WAYS[config[0][1]](xs, weight, out, alpha, accumulate)
 
 
 def _mm(x: Tensor, weight: Tensor, out: Tensor, alpha: float, accumulate: bool) -> None:

@@ -1,0 +1,91 @@
+"""Random operands for measurements: valid planes, copies beyond L2, and what to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_spense.format import sparse24
+from vllm_spense.format.partition import META_GROUP, RegionKind
+from vllm_spense.kernels import ops, timing
+from vllm_spense.kernels.problem import Layout, Region
+
+__all__ = ["Operands", "random_input"]
+
+FP8 = torch.float8_e4m3fn
+_CHANNELS = 128  # compared at either end of a region
+_TOKENS = 1024  # the last ones are compared
+
+
+def _random(rows: int, cols: int, spread: float, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(rows, cols, device="cuda") * spread).clamp_(-448, 448).to(dtype)
+
+
+def random_input(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """X [m, k]; FP8 spread as per-token scales leave it (amax 448)."""
+    return _random(m, k, 100.0 if dtype == FP8 else 1.0, dtype)
+
+
+def random_planes(region: Region, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Valid planes of a region; FP8 spread as per-channel scales leave it."""
+    spread = 100.0 if dtype == FP8 else 0.02
+    if region.kind is RegionKind.DENSE:
+        return (_random(region.rows, region.cols, spread, dtype),)
+    valid = torch.tensor(sparse24.VALID_NIBBLES, dtype=torch.uint8, device="cuda")
+    shape = (region.rows, region.cols // META_GROUP)
+    low, high = (valid[torch.randint(6, shape, device="cuda")] for _ in range(2))
+    return _random(region.rows, region.cols // 2, spread, dtype), low | high << 4
+
+
+@dataclass
+class Operands:
+    """Kernel tensors of a layer, in enough copies to exceed L2, and the planes they come from."""
+
+    layout: Layout
+    copies: list[list[Tensor]]
+    planes: list[tuple[Tensor, ...]]
+
+    @classmethod
+    def random(cls, layout: Layout, device: torch.device) -> Operands:
+        planes = [random_planes(region, layout.weight_dtype) for region in layout.regions]
+        weights = ops.prepare(layout, planes)
+        count = timing.copies_beyond_l2(sum(weight.nbytes for weight in weights), device)
+        copies = [weights, *([w.clone() for w in weights] for _ in range(count - 1))]
+        return cls(layout, copies, planes)
+
+    def alpha(self, out_dtype: torch.dtype) -> float:
+        return ops.alpha_for(self.layout.weight_dtype, out_dtype)
+
+    def error(self, indices: Iterable[int], x: Tensor, y: Tensor) -> float:
+        """Largest ‖y − ref‖ / ‖ref‖ over channels at the ends of the given regions.
+
+        ref = alpha · X · Wᵀ of those regions alone, in float32. x [M, K], y [M, N].
+        """
+        indices = tuple(indices)
+        x, y = x[-_TOKENS:], y[-_TOKENS:]
+        alpha = self.alpha(y.dtype)
+        worst = 0.0
+        for index in indices:
+            region = self.layout.regions[index]
+            size = min(_CHANNELS, region.rows)
+            for start in {region.y_start, region.y_stop - size}:
+                expected = self._product(indices, x, start, size) * alpha
+                found = y[:, start : start + size].float()
+                worst = max(worst, ((found - expected).norm() / expected.norm()).item())
+        return worst
+
+    def _product(self, indices: tuple[int, ...], x: Tensor, start: int, size: int) -> Tensor:
+        """X · Wᵀ of channels start … start+size, float32."""
+        total = torch.zeros(x.shape[0], size, device=x.device)
+        for index in indices:
+            region = self.layout.regions[index]
+            if not region.y_start <= start < region.y_stop:
+                continue
+            first = start - region.y_start
+            parts = [plane[first : first + size] for plane in self.planes[index]]
+            weight = sparse24.expand(*parts) if len(parts) == 2 else parts[0]
+            total += x[:, region.x_start : region.x_stop].float() @ weight.float().t()
+        return total

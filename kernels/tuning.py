@@ -1,0 +1,229 @@
+"""Measure every candidate of a layer, so that `dispatch` can choose by figures.
+
+`Tuner.layer` fills tables (`scripts/tune.py`); `measure_at_load` is its short form for shapes that
+no table knows. A candidate's time counts only after its product agreed with the same operands
+multiplied in float32; one that takes more than twice the best time so far is dropped after one
+replay.
+
+Weights are random with the magnitudes of quantised ones: zeros would run faster than real data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+import torch
+
+from vllm_spense.format.partition import RegionKind
+from vllm_spense.kernels import cusparselt, dispatch, execution, timing
+from vllm_spense.kernels.measurements import DTYPES, LayerRow, RegionRow, Table, Times, layer_key
+from vllm_spense.kernels.measurements import candidate as name_of
+from vllm_spense.kernels.operands import Operands, random_input
+from vllm_spense.kernels.problem import ROW_STEP, Config, Layout, Problem, Region, padded_rows
+
+__all__ = ["GRID", "ODD", "Tuner"]
+
+GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ODD = (24, 48, 72, 100, 136, 200, 264, 300, 392, 520, 768, 1500, 3001)  # past tile boundaries
+_FULL = tuple(m for m in GRID if m >= ROW_STEP)  # below, M is padded to 16
+_WRONG = 1e-2  # ‖y − ref‖ / ‖ref‖; FP8 tensor cores reach 3e-3 at K = 8192 (fast accumulation)
+_KEEP = 4  # candidates of a region that a row keeps
+_HOPELESS = 2.0  # times the best: not measured further
+
+
+class Tuner:
+    """Measures on the current device and collects rows in `table`."""
+
+    def __init__(
+        self,
+        out_dtype: torch.dtype,
+        report: Callable[[str], None],
+        deadline: float = float("inf"),
+        repetitions: int = 9,
+    ) -> None:
+        """`report` gets a line per problem; after `deadline` (time.monotonic) nothing starts."""
+        self.table = Table()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._out_dtype = out_dtype
+        self._report = report
+        self._deadline = deadline
+        self._repetitions = repetitions
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def layer(self, layout: Layout, ms: Iterable[int]) -> None:
+        """Regions first, then whole plans built from the best of them, then one dense GEMM."""
+        ms = sorted(ms)
+        dense = dense_twin(layout)
+        operands = Operands.random(layout, self.device)
+        self._regions(operands, ms)
+        twin = operands if layout == dense else Operands.random(dense, self.device)
+        if layout != dense:
+            self._regions(twin, ms)
+        for m in ms:
+            if not self.late:
+                self._plans(operands, twin, m)
+
+    def _problem(self, layout: Layout, m: int) -> Problem:
+        capability = torch.cuda.get_device_capability(self.device)
+        return Problem.whole(layout, m, self._out_dtype, capability)
+
+    def _regions(self, operands: Operands, ms: list[int]) -> None:
+        layout = operands.layout
+        for index in range(len(layout.regions)):
+            problem = self._problem(layout, 1).only(index)
+            if self.table.knows(problem):
+                continue
+            found: dict[int, Times] = {}
+            # Powers of two try everything, the others what was good next to them.
+            for m in sorted(ms, key=lambda m: (m not in _FULL, m)):
+                if self.late:
+                    break
+                near = _neighbours(found, m) if m not in _FULL else None
+                found[m] = self._region(self._problem(layout, m).only(index), operands, near)
+            self._add_region(problem, found)
+
+    def _add_region(self, problem: Problem, found: dict[int, Times]) -> None:
+        region, layout = problem.region, problem.layout
+        part = (region.rows, region.cols) != (layout.n, layout.k)
+        dtypes = DTYPES[layout.weight_dtype], DTYPES[self._out_dtype]
+        shape = (region.kind.value, region.rows, region.cols, part)
+        self.table.add(RegionRow(*dtypes, m, us, *shape) for m, us in found.items() if us)
+
+    def _region(self, problem: Problem, operands: Operands, only: set[str] | None) -> Times:
+        """Microseconds of the best candidates for one region."""
+        named = {
+            name_of(path.NAME, config): (path, config)
+            for path in dispatch.PATHS
+            if not path.WHOLE_LAYER and path.can_implement(problem)[0]
+            for config in path.candidates(problem)
+        }
+        x = random_input(padded_rows(problem.m), problem.layout.k, operands.layout.weight_dtype)
+        captured: dict[str, timing.Captured] = {}
+        first: dict[str, float] = {}
+        for name, (path, config) in named.items():
+            if only is not None and name not in only:
+                continue
+            if path is cusparselt and not cusparselt.accepts(problem, config):
+                continue
+            graph = self._capture_region(problem, operands, x, path, config)
+            if graph is None:
+                continue
+            graph.replay()
+            first[name] = graph.replay()
+            if first[name] <= _HOPELESS * min(first.values()):
+                captured[name] = graph
+        best = sorted(captured, key=first.__getitem__)[:_KEEP]
+        samples = timing.alternate({name: captured[name] for name in best}, self._repetitions)
+        times = {name: round(sample.median, 2) for name, sample in samples.items()}
+        self._report(f"{problem.region.kind.value} {problem.region.rows}x{problem.region.cols} "
+                     f"M={problem.m} {times}")  # fmt: skip
+        return times
+
+    def _capture_region(
+        self,
+        problem: Problem,
+        operands: Operands,
+        x: torch.Tensor,
+        path: ModuleType,
+        config: Config,
+    ) -> timing.Captured | None:
+        """Graph of one candidate over all copies; None where its product is wrong."""
+        (index,) = problem.indices
+        accumulate = problem.layout.accumulates(index)
+        rows = x.shape[0] if path.PADS_ROWS else problem.m
+        shape = (rows, problem.layout.n)
+        y = torch.full(shape, 0.0 if accumulate else float("nan"), device=self.device)
+        y = y.to(self._out_dtype)
+
+        def run(weights: list[torch.Tensor]) -> None:
+            path.run(
+                *(problem, x[:rows], [weights[index]], y),
+                alpha=operands.alpha(self._out_dtype),
+                accumulate=accumulate,
+                config=config,
+            )
+
+        run(operands.copies[0])
+        error = operands.error((index,), x[: problem.m], y[: problem.m])
+        if not error <= _WRONG:
+            self._report(f"{name_of(path.NAME, config)} left out: error {error:.2e} at {problem}")
+            return None
+        return timing.capture(
+            [lambda w=w: run(w) for w in operands.copies], _rounds(operands, problem.m)
+        )
+
+    def _plans(self, operands: Operands, twin: Operands, m: int) -> None:
+        """Whole plans of a layer, and its dense twin, alternating."""
+        problem = self._problem(operands.layout, m)
+        x = random_input(m, operands.layout.k, operands.layout.weight_dtype)
+        names = [dispatch.REGIONS, dispatch.FORKED] + [
+            name_of(path.NAME, config)
+            for path in dispatch.PATHS
+            if path.WHOLE_LAYER and path.can_implement(problem)[0]
+            for config in path.candidates(problem)
+        ]
+        captured = {}
+        for name in names:
+            plan = dispatch.named_plan(problem, name, self.table, False)
+            if plan and (graph := self._capture_plan(plan, operands, x)):
+                captured[name] = graph
+        if operands is not twin:
+            plan = dispatch.make_plan(self._problem(twin.layout, m), self.table)
+            if graph := self._capture_plan(plan, twin, x):
+                captured[dispatch.DENSE_COPY] = graph
+        samples = timing.alternate(captured, self._repetitions)
+        times = {name: round(sample.median, 2) for name, sample in samples.items()}
+        layout = operands.layout
+        dtypes = DTYPES[layout.weight_dtype], DTYPES[self._out_dtype]
+        self.table.add((), [LayerRow(*dtypes, m, times, layer_key(layout))])
+        self._report(f"layer {layer_key(layout)} M={m} {times}")
+
+    def _capture_plan(
+        self, plan: dispatch.Plan, operands: Operands, x: torch.Tensor
+    ) -> timing.Captured | None:
+        layout, alpha = operands.layout, operands.alpha(self._out_dtype)
+
+        def run(weights: list[torch.Tensor]) -> torch.Tensor:
+            return execution.run_plan(plan, x, weights, layout.n, self._out_dtype, alpha)
+
+        error = operands.error(range(len(layout.regions)), x, run(operands.copies[0]))
+        if not error <= _WRONG:
+            self._report(f"{plan.steps[0].path} left out: error {error:.2e}")
+            return None
+        return timing.capture(
+            [lambda w=w: run(w) for w in operands.copies], _rounds(operands, x.shape[0])
+        )
+
+
+def dense_twin(layout: Layout) -> Layout:
+    """The same N and K as one dense region."""
+    region = Region(RegionKind.DENSE, 0, layout.n, 0, layout.k)
+    return Layout(layout.n, layout.k, (region,), layout.weight_dtype)
+
+
+def _rounds(operands: Operands, m: int) -> int:
+    """Enough calls in a graph for its time to be well above that of an event."""
+    return max(1, 6 // len(operands.copies)) if m <= 1024 else 1
+
+
+def _neighbours(found: dict[int, Times], m: int) -> set[str]:
+    """Candidates that were good at the measured sizes on either side of `m`."""
+    below = max((k for k in found if k <= m), default=None)
+    above = min((k for k in found if k >= m), default=None)
+    return {name for k in (below, above) if k is not None for name in found[k]}
+
+
+def measure_at_load(
+    layouts: Iterable[Layout], out_dtype: torch.dtype, seconds: float, report: Callable[[str], None]
+) -> Table:
+    """Short measurement of layouts that the table of this device does not know."""
+    tuner = Tuner(out_dtype, report, time.monotonic() + seconds, repetitions=5)
+    for layout in layouts:
+        if not tuner.late:
+            tuner.layer(layout, [m for m in GRID if m >= 16])
+    return tuner.table
