@@ -182,8 +182,10 @@ def _linear_cuda(
     out_dtype: torch.dtype,
     alpha: float = 1.0,
 ) -> Tensor:
+    from vllm_spense.kernels.scale import scale_in_place  # Triton: not needed on the CPU
+
     y = _linear_raw_cuda(x, weights, regions, n, out_dtype, alpha)
-    return reference.apply_scales(y, x_scale, w_scale, bias)
+    return scale_in_place(y, x_scale, w_scale, bias)
 
 
 def _linear_fake(

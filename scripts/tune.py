@@ -71,6 +71,7 @@ def main(
             for share in dense_share or [0.0, 0.25, 0.5]
             for item in share_layouts(config, share, weight_dtype, tp).items()
         ]
+    found.sort(key=lambda item: item[0] in ("qkv", "o"))  # most weights first, if time runs out
     for name, layout in found:
         console.rule(f"{name} {layout.n}x{layout.k}")
         tuner.layer(layout, (*GRID, *ODD))
