@@ -73,7 +73,11 @@ def measure(
             bars.update(blocks, description=name, completed=done, total=total)
             bars.update(whole, completed=variants.index(variant) + done / total)
 
-        return quality_rows(source, tokens, reference, text, settings, variants, show)
+        rows = []
+        for row in quality_rows(source, tokens, reference, text, settings, variants, show):
+            bars.console.print(*(row[key] for key in ("method", "dense_share", "dtype", "kl")))
+            rows.append(row)
+    return rows
 
 
 @app.command(epilog=EXAMPLES)

@@ -27,6 +27,10 @@ from vllm_spense.pruning.walk import on_inputs, replaced, run_block
 
 __all__ = ["BlockPruner", "BlockResult", "load_block", "permute_mlp"]
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUT = "self_attn.o_proj"
+DOWN = "mlp.down_proj"
+
 
 @dataclass
 class BlockResult:
@@ -72,58 +76,49 @@ class BlockPruner:
 
     @torch.no_grad()
     def prune(self) -> BlockResult:
-        """Prune attention (if asked for), then the MLP."""
-        attention, mlp_input, mlp_batches = self._attention()
-        for child, (statistics, original) in attention.items():
-            self._report(child, original, statistics, 0.0)
+        """Prune or quantise attention, then prune the MLP."""
+        if self.settings.attention == "2:4":
+            self._prune_attention()
+            mlp_input, mlp_batches = self._mlp_inputs({})
+        else:
+            mlp_input, mlp_batches = self._mlp_inputs(self._quantise_attention())
         statistics = self._statistics(mlp_input, "mlp.gate_proj and up_proj")
         if self.settings.method == "spensegpt+" and 0 < self.plan.dense_share < 1:
             self._permute(statistics, mlp_batches)
         for child in ("mlp.gate_proj", "mlp.up_proj"):
             self._replace(child, statistics)
-        down_input = Hessian(self.layer.mlp.down_proj.in_features, self.settings.device)
+        down_input = self._hessian(DOWN)
         with on_inputs([(self.layer.mlp.down_proj, down_input.add)]):
             self._run_mlp(mlp_batches)
-        self._replace("mlp.down_proj", self._statistics(down_input, "mlp.down_proj"))
+        self._replace(DOWN, self._statistics(down_input, DOWN))
         self.result.tensors = _stored_tensors(self.layer, self.name, self.planes)
         return self.result
 
-    def _attention(
-        self,
-    ) -> tuple[dict[str, tuple[InputStatistics, Tensor]], Hessian, list[Tensor]]:
-        """Prune or quantise attention and run it.
+    def _prune_attention(self) -> None:
+        """q, k and v from the layer's input; o from what the pruned q, k and v give."""
+        for children in (QKV, (OUT,)):
+            first = children[0]
+            inputs = self._hessian(first)
+            self._run_attention([(self.layer.get_submodule(first), inputs.add)])
+            statistics = self._statistics(inputs, " and ".join(children))
+            for child in children:
+                self._replace(child, statistics)
 
-        Returns:
-            what is still to be reported, the Hessian of the MLP's input, and the MLP's inputs.
+    def _mlp_inputs(self, originals: dict[str, Tensor]) -> tuple[Hessian, list[Tensor]]:
+        """Run attention as it now is: the Hessian of the MLP's input, and the input itself.
+
+        Args:
+            originals: weights of attention projections that were only quantised; their errors are
+                measured on the way and reported.
         """
-        layer, device = self.layer, self.settings.device
-        attention = layer.self_attn
-        qkv, o = "self_attn.q_proj, k_proj and v_proj", "self_attn.o_proj"
-        inputs = {
-            qkv: Hessian(attention.q_proj.in_features, device),
-            o: Hessian(attention.o_proj.in_features, device),
-        }
-        if self.settings.attention == "2:4":
-            self._run_attention([(attention.q_proj, inputs[qkv].add)])
-            statistics = self._statistics(inputs[qkv], qkv)
-            for child in ("q_proj", "k_proj", "v_proj"):
-                self._replace(f"self_attn.{child}", statistics)
-            self._run_attention([(attention.o_proj, inputs[o].add)])
-            self._replace(o, self._statistics(inputs[o], o))
-        originals = self._quantise_attention() if not self.planes else {}
-        hooks = []
-        if originals:
-            hooks = [(attention.q_proj, inputs[qkv].add), (attention.o_proj, inputs[o].add)]
-        mlp_input = Hessian(layer.mlp.gate_proj.in_features, device)
+        mlp_input = self._hessian("mlp.gate_proj")
+        measured = {child: self._hessian(child) for child in (QKV[0], OUT) if originals}
+        hooks = [(self.layer.get_submodule(child), h.add) for child, h in measured.items()]
         batches = self._run_attention(hooks, mlp_input)
-        if not originals:
-            return {}, mlp_input, batches
-        statistics = {key: self._statistics(hessian, key) for key, hessian in inputs.items()}
-        reported = {
-            child: (statistics[o if child == o else qkv], original)
-            for child, original in originals.items()
-        }
-        return reported, mlp_input, batches
+        for child, original in originals.items():
+            inputs = measured[OUT if child == OUT else QKV[0]]
+            self._report(child, original, self._statistics(inputs, child), 0.0)
+        return mlp_input, batches
 
     def _quantise_attention(self) -> dict[str, Tensor]:
         """Round dense attention projections; needs no statistics. Returns the original weights."""
@@ -167,6 +162,10 @@ class BlockPruner:
         order = dense_last_order(scores, self.plan.mlp_dense)
         permute_mlp(mlp, order)
         self.result.order = order.to(torch.int32).cpu()
+
+    def _hessian(self, child: str) -> Hessian:
+        """An empty Hessian for the inputs of a projection."""
+        return Hessian(self.layer.get_submodule(child).in_features, self.settings.device)
 
     def _statistics(self, hessian: Hessian, child: str) -> InputStatistics:
         name = f"{self.name}.{child}"

@@ -92,7 +92,8 @@ def inverse_factor(hessian: Tensor, dampening_frac: float, name: str) -> Inverse
     identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     dampening = dampening_frac
     while True:
-        damped = hessian + dampening * scale * identity
+        damped = hessian.clone()
+        damped.diagonal().add_(dampening * scale)
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed and torch.isfinite(lower).all():
             upper = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)

@@ -7,7 +7,7 @@ set of calibration tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,14 +72,13 @@ def quality_rows(
     base: PruneSettings,
     variants: Sequence[Variant],
     progress: Callable[[Variant, int, int], None] = lambda variant, done, total: None,
-) -> list[dict[str, Any]]:
-    """Prune and score each variant; `source.model` itself is left as it is.
+) -> Iterator[dict[str, Any]]:
+    """Prune and score each variant, one row at a time; `source.model` itself is left as it is.
 
     Args:
         calibration: int64 [samples, length].
         progress: called with (variant, blocks done, blocks).
     """
-    rows = []
     for variant in variants:
         settings = replace(base, **vars(variant))
         model = copy.deepcopy(source.model)
@@ -90,5 +89,4 @@ def quality_rows(
         scores = reference.compare(model)
         size = output_bytes(model, decoder, plan, settings.weight_dtype)
         used = settings.to_dict() | {"dense_share": round(plan.dense_share, 6)}
-        rows.append(quality_row(source.name, used, text, scores, reference.scores, size))
-    return rows
+        yield quality_row(source.name, used, text, scores, reference.scores, size)
