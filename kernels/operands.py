@@ -16,28 +16,29 @@ from vllm_spense.kernels.problem import Layout, Region
 __all__ = ["Operands", "random_input"]
 
 FP8 = torch.float8_e4m3fn
+Device = torch.device | str
 _CHANNELS = 128  # compared at either end of a region
 _TOKENS = 1024  # the last ones are compared
 
 
-def _random(rows: int, cols: int, spread: float, dtype: torch.dtype) -> Tensor:
-    return (torch.randn(rows, cols, device="cuda") * spread).clamp_(-448, 448).to(dtype)
+def _random(shape: tuple[int, int], spread: float, dtype: torch.dtype, device: Device) -> Tensor:
+    return (torch.randn(shape, device=device) * spread).clamp_(-448, 448).to(dtype)
 
 
-def random_input(m: int, k: int, dtype: torch.dtype) -> Tensor:
+def random_input(m: int, k: int, dtype: torch.dtype, device: Device) -> Tensor:
     """X [m, k]; FP8 spread as per-token scales leave it (amax 448)."""
-    return _random(m, k, 100.0 if dtype == FP8 else 1.0, dtype)
+    return _random((m, k), 100.0 if dtype == FP8 else 1.0, dtype, device)
 
 
-def random_planes(region: Region, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def random_planes(region: Region, dtype: torch.dtype, device: Device) -> tuple[Tensor, ...]:
     """Valid planes of a region; FP8 spread as per-channel scales leave it."""
     spread = 100.0 if dtype == FP8 else 0.02
     if region.kind is RegionKind.DENSE:
-        return (_random(region.rows, region.cols, spread, dtype),)
-    valid = torch.tensor(sparse24.VALID_NIBBLES, dtype=torch.uint8, device="cuda")
+        return (_random((region.rows, region.cols), spread, dtype, device),)
+    valid = torch.tensor(sparse24.VALID_NIBBLES, dtype=torch.uint8, device=device)
     shape = (region.rows, region.cols // META_GROUP)
-    low, high = (valid[torch.randint(6, shape, device="cuda")] for _ in range(2))
-    return _random(region.rows, region.cols // 2, spread, dtype), low | high << 4
+    low, high = (valid[torch.randint(6, shape, device=device)] for _ in range(2))
+    return _random((region.rows, region.cols // 2), spread, dtype, device), low | high << 4
 
 
 @dataclass
@@ -49,8 +50,8 @@ class Operands:
     planes: list[tuple[Tensor, ...]]
 
     @classmethod
-    def random(cls, layout: Layout, device: torch.device) -> Operands:
-        planes = [random_planes(region, layout.weight_dtype) for region in layout.regions]
+    def random(cls, layout: Layout, device: Device) -> Operands:
+        planes = [random_planes(region, layout.weight_dtype, device) for region in layout.regions]
         weights = ops.prepare(layout, planes)
         count = timing.copies_beyond_l2(sum(weight.nbytes for weight in weights), device)
         copies = [weights, *([w.clone() for w in weights] for _ in range(count - 1))]

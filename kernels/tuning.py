@@ -34,7 +34,7 @@ _HOPELESS = 2.0  # times the best: not measured further
 
 
 class Tuner:
-    """Measures on the current device and collects rows in `table`."""
+    """Measures on one device (by default the current one) and collects rows in `table`."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Tuner:
         report: Callable[[str], None],
         deadline: float = float("inf"),
         repetitions: int = 9,
+        device: torch.device | None = None,
     ) -> None:
         """`report` gets a line per problem; after `deadline` (time.monotonic) nothing starts."""
         self.table = Table()
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._out_dtype = out_dtype
         self._report = report
         self._deadline = deadline
@@ -102,7 +103,9 @@ class Tuner:
             if not path.WHOLE_LAYER and path.can_implement(problem)[0]
             for config in path.candidates(problem)
         }
-        x = random_input(padded_rows(problem.m), problem.layout.k, operands.layout.weight_dtype)
+        x = random_input(
+            *(padded_rows(problem.m), problem.layout.k, operands.layout.weight_dtype, self.device)
+        )
         captured: dict[str, timing.Captured] = {}
         first: dict[str, float] = {}
         for name, (path, config) in named.items():
@@ -160,7 +163,7 @@ class Tuner:
     def _plans(self, operands: Operands, twin: Operands, m: int) -> None:
         """Whole plans of a layer, and its dense twin, alternating."""
         problem = self._problem(operands.layout, m)
-        x = random_input(m, operands.layout.k, operands.layout.weight_dtype)
+        x = random_input(m, operands.layout.k, operands.layout.weight_dtype, self.device)
         names = [dispatch.REGIONS, dispatch.FORKED] + [
             name_of(path.NAME, config)
             for path in dispatch.PATHS

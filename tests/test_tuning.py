@@ -1,0 +1,134 @@
+"""The tuner on the CPU: fake kernels with scripted times, real operands and comparisons."""
+
+import pytest
+import torch
+from layers import FP8, gate_up, input_split, output_split
+
+from vllm_spense.kernels import cusparselt, execution, ops, reference, scaled_mm, timing, tuning
+from vllm_spense.kernels.measurements import candidate
+from vllm_spense.kernels.operands import Operands, random_planes
+from vllm_spense.kernels.problem import Layout, Region
+
+BF16 = torch.bfloat16
+RUNNING = []  # the candidates of the call that is being timed
+WRONG = "cusparselt alg=5"
+
+
+class FakeGraph:
+    """Takes as long as the calls it captured say."""
+
+    def __init__(self, calls):
+        RUNNING.clear()
+        calls[0]()
+        self.us = sum(_time(name) for name in RUNNING)
+
+    def replay(self):
+        return self.us
+
+
+def _time(name):
+    return {"cusparselt alg=3": 4.0, "scaled_mm gemm=cublaslt": 6.0, WRONG: 0.5}.get(name, 7.0)
+
+
+def _sparse_run(problem, x, weights, y, *, alpha, accumulate, config):
+    RUNNING.append(candidate("cusparselt", config))
+    region = problem.region
+    alone = Layout(
+        region.rows, region.cols, (Region(region.kind, 0, region.rows, 0, region.cols),), FP8
+    )
+    weight = reference.expand(alone, weights)
+    columns = x[:, region.x_start : region.x_stop].float()
+    out = y[:, region.y_start : region.y_stop]
+    product = columns @ weight.t() * (2.0 if candidate("cusparselt", config) == WRONG else 1.0)
+    out.copy_(out + product if accumulate else product)
+
+
+def _dense(x, weight, out, alpha, accumulate):
+    RUNNING.append("scaled_mm gemm=cublaslt")
+    out.copy_(x.float() @ weight.float())
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(timing, "copies_beyond_l2", lambda size, device: 2)
+    monkeypatch.setattr(timing, "capture", lambda calls, rounds: FakeGraph(calls))
+    monkeypatch.setattr(cusparselt, "missing", lambda: "")
+    monkeypatch.setattr(cusparselt, "accepts", lambda problem, config: config != (("alg", 7),))
+    monkeypatch.setattr(cusparselt, "run", _sparse_run)
+    monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: None)
+    monkeypatch.setitem(scaled_mm._WAYS, "cublaslt", _dense)
+
+    def in_order(plan, run, device):
+        for step in plan.steps:
+            run(step)
+
+    monkeypatch.setattr(execution, "_run_forked", in_order)
+    lines = []
+    made = tuning.Tuner(BF16, lines.append, repetitions=3, device=torch.device("cpu"))
+    made.lines = lines
+    return made
+
+
+LAYOUTS = {
+    "gate_up": Layout(256, 64, gate_up(256, 64, 64), FP8),
+    "down": Layout(64, 256, input_split(64, 256, 64), FP8),
+    "sparse": Layout(64, 64, output_split(64, 64, 0), FP8),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_plan_gets_its_time(tuner, name):
+    tuner.layer(LAYOUTS[name], (8, 32, 40))
+    regions, layers = tuner.table.rows()
+    assert {row.m for row in regions} == {row.m for row in layers} == {8, 32, 40}
+    for row in regions:
+        best = min(row.us, key=row.us.get)
+        assert best == (
+            "cusparselt alg=3" if row.kind == "sparse_24" else "scaled_mm gemm=cublaslt"
+        )
+        assert len(row.us) <= 4 and "cusparselt alg=7" not in row.us
+    expected = {
+        "gate_up": {"regions": 20.0, "regions fork": 20.0, "dense": 6.0},
+        "down": {"regions": 10.0, "dense": 6.0},
+        "sparse": {"regions": 4.0, "dense": 6.0},
+    }[name]
+    assert all(row.us == expected for row in layers)
+
+
+def test_a_wrong_product_is_left_out_and_said(tuner):
+    tuner.layer(LAYOUTS["sparse"], (32,))
+    assert all(WRONG not in row.us for row in tuner.table.rows()[0])
+    assert any(line.startswith(f"{WRONG} left out: error") for line in tuner.lines)
+
+
+def test_sizes_between_powers_of_two_try_what_was_good_beside_them(tuner):
+    tuner.layer(LAYOUTS["sparse"], (32, 40, 64))
+    (row,) = (r for r in tuner.table.rows()[0] if r.m == 40 and r.kind == "sparse_24")
+    assert "cusparselt alg=3" in row.us
+
+
+def test_known_regions_are_not_measured_again(tuner):
+    tuner.layer(LAYOUTS["sparse"], (32,))
+    before = len(tuner.lines)
+    tuner.layer(LAYOUTS["sparse"], (32,))
+    assert all(line.startswith("layer ") for line in tuner.lines[before:])
+
+
+def test_nothing_starts_after_the_deadline(tuner):
+    tuner._deadline = 0.0
+    tuner.layer(LAYOUTS["down"], (32,))
+    assert tuner.late and tuner.table.rows() == ([], [])
+
+
+def test_error_is_that_of_the_regions_asked_for():
+    layout = LAYOUTS["down"]
+    planes = [random_planes(region, FP8, "cpu") for region in layout.regions]
+    operands = Operands(layout, [ops.prepare(layout, planes)], planes)
+    x = torch.randn(5, 256).to(FP8)
+    weight = reference.expand(layout, operands.copies[0])
+    y = reference.linear_raw(x, weight, torch.float32)
+    assert operands.error((0, 1), x, y) < 1e-6
+    assert operands.error((0,), x, y) > 0.1
+    y[:, -1] *= 2
+    assert operands.error((0, 1), x, y) > 1e-3
