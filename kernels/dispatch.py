@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 PATHS: tuple[ModuleType, ...] = (cusparselt, scaled_mm)
-REGIONS, FORKED, DENSE_COPY = "regions", "regions fork", "dense"  # plans by name in layer rows
+REGIONS, BESIDE, DENSE_COPY = "regions", "regions beside", "dense"  # plans, as layer rows name
 logger = logging.getLogger(__name__)
 
 
@@ -63,13 +63,16 @@ class Step:
 class Plan:
     """The steps of a problem, in order, and the rows that X and Y need (M, or M padded to 16).
 
-    `fork` runs the dense steps on a second stream beside the sparse ones: at small M each fills the
-    gaps that the other leaves at its ends. Only where no step adds to another's channels.
+    `beside` runs the dense steps on a second stream beside the sparse ones: each fills the gaps
+    that the other leaves at its ends. Where both contribute to the same channels (input-split),
+    `added` gives the dense steps a buffer of their own, and one more launch adds it: cheaper at
+    some sizes than a sparse GEMM that has to read Y.
     """
 
     steps: tuple[Step, ...]
     rows: int
-    fork: bool = False
+    beside: bool = False
+    added: bool = False
 
 
 def path_named(name: str) -> ModuleType | None:
@@ -102,11 +105,11 @@ def make_plan(problem: Problem, table: Table | None = None, dense_copy: bool = F
 
 def named_plan(problem: Problem, name: str, table: Table, dense_copy: bool) -> Plan | None:
     """The plan that a layer row calls `name`; None if it cannot run here."""
-    if name in (REGIONS, FORKED):
+    if name in (REGIONS, BESIDE):
         if any(region_refusals_of(problem)):
             return None
         plan = _by_regions(problem, table)
-        return plan if name == REGIONS else _forked(plan)
+        return plan if name == REGIONS else _beside(plan)
     if name == DENSE_COPY:
         return _plan_of((_dense_step(problem, table),), problem.m) if dense_copy else None
     path_name, config = parse_candidate(name)
@@ -116,10 +119,15 @@ def named_plan(problem: Problem, name: str, table: Table, dense_copy: bool) -> P
     return _whole(path, problem, config) if config in path.candidates(problem) else None
 
 
-def _forked(plan: Plan) -> Plan | None:
-    """The plan on two streams, if its steps are independent and of both kinds."""
-    alone = not any(step.accumulate for step in plan.steps)
-    return replace(plan, fork=True) if alone and len(dense_steps(plan)) % len(plan.steps) else None
+def _beside(plan: Plan) -> Plan | None:
+    """The plan on two streams, if it has steps of both kinds."""
+    if len(dense_steps(plan)) % len(plan.steps) == 0:
+        return None
+    added = any(step.accumulate for step in plan.steps)
+    if added and not all(step.problem.region.rows == step.problem.layout.n for step in plan.steps):
+        return None  # the added buffer would hold channels that nobody wrote
+    steps = tuple(replace(step, accumulate=False) for step in plan.steps)
+    return replace(plan, steps=steps, beside=True, added=added)
 
 
 def dense_steps(plan: Plan) -> tuple[Step, ...]:

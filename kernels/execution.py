@@ -82,47 +82,52 @@ def run_plan(
 ) -> Tensor:
     """Run the steps of a plan.
 
-    Y is allocated with M padded to 16 where a step wants it and narrowed at the end, so only X is
-    ever copied for padding (once per call, M % 16 ≠ 0 only).
+    Y is allocated with M padded to 16 where a step wants it and narrowed at the end, so only X may
+    have to be copied for padding, once per call, where M % 16 ≠ 0.
     """
     m, rows = x.shape[0], plan.rows
     y = torch.empty((rows, n), dtype=out_dtype, device=x.device)
-    exact = y if rows == m else y.narrow(0, 0, m)
     padded = x if rows == m else _pad_rows(x, rows)
 
-    def run(step: Step) -> None:
+    def run(step: Step, out: Tensor) -> None:
         path = path_named(step.path)
-        xs, out = (padded, y) if path.PADS_ROWS else (x, exact)
         path.run(
-            *(step.problem, xs, [weights[i] for i in step.weights], out),
+            step.problem,
+            padded if path.PADS_ROWS else x,
+            [weights[i] for i in step.weights],
+            out if path.PADS_ROWS or rows == m else out.narrow(0, 0, m),
             alpha=alpha,
             accumulate=step.accumulate,
             config=step.config,
         )
 
-    if plan.fork:
-        _run_forked(plan, run, x.device.index)
+    if plan.beside:
+        _run_beside(plan, run, y)
     else:
         for step in plan.steps:
-            run(step)
-    return exact
+            run(step, y)
+    return y if rows == m else y.narrow(0, 0, m)
 
 
-def _run_forked(plan: Plan, run: Callable[[Step], None], device: int) -> None:
+def _run_beside(plan: Plan, run: Callable[[Step, Tensor], None], y: Tensor) -> None:
     """Dense steps on the side stream, the others here; both are done when later work here runs.
 
-    Waiting at both ends is also what makes it safe to free or reuse X and Y afterwards.
+    Waiting at both ends is also what makes it safe to free or reuse X, Y and the added buffer: all
+    were allocated here, and here nothing goes on before the side stream is done.
     """
-    dense = dense_steps(plan)
+    dense, device = dense_steps(plan), y.device.index
+    target = torch.empty_like(y) if plan.added else y
     here, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         for step in dense:
-            run(step)
+            run(step, target)
     for step in plan.steps:
         if step not in dense:
-            run(step)
+            run(step, y)
     here.wait_stream(side)
+    if plan.added:
+        y.add_(target)
 
 
 @cache
@@ -131,7 +136,15 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Copy [M, K] into [rows, K]; the added rows stay arbitrary, as do the rows of Y they make."""
+    """X [M, K] as [rows, K]; the added rows are arbitrary, as are the rows of Y that they make.
+
+    A copy, unless the storage of X goes on for long enough: a quantiser that allocates M padded to
+    16 and returns the first M rows saves it.
+    """
+    storage = x.untyped_storage()
+    behind = x.data_ptr() - storage.data_ptr() + rows * x.shape[1] * x.element_size()
+    if behind <= storage.nbytes():
+        return x.as_strided((rows, x.shape[1]), (x.shape[1], 1))
     padded = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
     padded.narrow(0, 0, x.shape[0]).copy_(x)
     return padded

@@ -76,14 +76,14 @@ def write(path: Path, head: Head, table: Table) -> None:
     partial.replace(path)
 
 
-def this_machine(command: str) -> Head:
+def this_machine(command: str, vllm: str | None = None) -> Head:
     """The head of a table that is measured here and now."""
     return Head(
         device=torch.cuda.get_device_name(),
         driver=_driver(),
         torch=torch.__version__,
         triton=_version("triton"),
-        vllm=_version("vllm"),
+        vllm=vllm or _version("vllm"),
         cusparselt=str(torch.backends.cusparselt.version()),
         date=date.today().isoformat(),
         command=command,

@@ -164,7 +164,7 @@ class Tuner:
         """Whole plans of a layer, and its dense twin, alternating."""
         problem = self._problem(operands.layout, m)
         x = random_input(m, operands.layout.k, operands.layout.weight_dtype, self.device)
-        names = [dispatch.REGIONS, dispatch.FORKED] + [
+        names = [dispatch.REGIONS, dispatch.BESIDE] + [
             name_of(path.NAME, config)
             for path in dispatch.PATHS
             if path.WHOLE_LAYER and path.can_implement(problem)[0]
@@ -215,10 +215,9 @@ def _rounds(operands: Operands, m: int) -> int:
 
 
 def _neighbours(found: dict[int, Times], m: int) -> set[str]:
-    """Candidates that were good at the measured sizes on either side of `m`."""
-    below = max((k for k in found if k <= m), default=None)
-    above = min((k for k in found if k >= m), default=None)
-    return {name for k in (below, above) if k is not None for name in found[k]}
+    """Candidates that were good at measured sizes up to four times smaller or larger than `m`."""
+    near = [k for k in found if m <= 4 * k and k <= 4 * m] or [min(found, key=lambda k: abs(k - m))]
+    return {name for k in near for name in found[k]}
 
 
 def measure_at_load(

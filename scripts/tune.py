@@ -11,7 +11,6 @@ not measured again are kept.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +44,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Start nothing after so long.")] = float("inf"),
     out: Annotated[Path | None, typer.Option(help="File to write or extend.")] = None,
     shipped: Annotated[bool, typer.Option(help="Write the package's own table.")] = False,
+    vllm_version: Annotated[
+        str | None, typer.Option(help="Of the extension given by --load; default: the installed.")
+    ] = None,
     libraries: Annotated[
         list[Path] | None, typer.Option("--load", help="Extension with _C::cutlass_scaled_mm.")
     ] = None,
@@ -77,7 +79,9 @@ def main(
         tuner.layer(layout, (*GRID, *ODD))
     table = table_files.read(path)[1] if path.exists() else table_files.Table()
     table.add(*tuner.table.rows())
-    table_files.write(path, table_files.this_machine(" ".join(["python", *sys.argv])), table)
+    shares = [f"--dense-share {share:g}" for share in dense_share or ()]
+    command = " ".join(["python scripts/tune.py", model, *shares, f"--dtype {dtype}", f"--tp {tp}"])
+    table_files.write(path, table_files.this_machine(command, vllm_version), table)
     console.print(f"wrote {path}" + (" (not everything: out of time)" if tuner.late else ""))
 
 

@@ -5,7 +5,7 @@ import torch
 from layers import FP8, gate_up, input_split, output_split
 
 from vllm_spense.kernels import cusparselt, dispatch, scaled_mm
-from vllm_spense.kernels.dispatch import DENSE_COPY, FORKED, REGIONS, make_plan, named_plan
+from vllm_spense.kernels.dispatch import BESIDE, DENSE_COPY, REGIONS, make_plan, named_plan
 from vllm_spense.kernels.measurements import LayerRow, RegionRow, Table, layer_key
 from vllm_spense.kernels.problem import Layout, Problem
 
@@ -90,17 +90,17 @@ def test_an_unknown_shape_borrows_from_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("times", "copy", "fork", "count"),
+    ("times", "copy", "beside", "count"),
     [
-        ({REGIONS: 5.0, FORKED: 4.0, DENSE_COPY: 3.0}, True, False, 1),
-        ({REGIONS: 5.0, FORKED: 4.0, DENSE_COPY: 3.0}, False, True, 4),
-        ({REGIONS: 5.0, FORKED: 6.0}, False, False, 4),
+        ({REGIONS: 5.0, BESIDE: 4.0, DENSE_COPY: 3.0}, True, False, 1),
+        ({REGIONS: 5.0, BESIDE: 4.0, DENSE_COPY: 3.0}, False, True, 4),
+        ({REGIONS: 5.0, BESIDE: 6.0}, False, False, 4),
         ({"decode warps=8": 1.0, REGIONS: 5.0}, False, False, 4),
     ],
 )
-def test_whole_plans_by_measured_time(times, copy, fork, count):
+def test_whole_plans_by_measured_time(times, copy, beside, count):
     plan = make_plan(problem(GATE_UP, 64), Table((), [layer_row(64, times)]), copy)
-    assert (plan.fork, len(plan.steps)) == (fork, count)
+    assert (plan.beside, len(plan.steps)) == (beside, count)
 
 
 def test_the_dense_copy_follows_the_regions():
@@ -109,10 +109,16 @@ def test_the_dense_copy_follows_the_regions():
     assert step.problem.region.rows == 2048 and step.problem.region.cols == 512
 
 
-def test_regions_that_add_up_are_not_forked():
-    assert named_plan(problem(DOWN, 64), FORKED, Table(), False) is None
+def test_regions_that_add_up_get_a_buffer_when_side_by_side():
+    plan = named_plan(problem(DOWN, 64), BESIDE, Table(), False)
+    assert plan.beside and plan.added and not any(step.accumulate for step in plan.steps)
+    plan = named_plan(problem(GATE_UP, 64), BESIDE, Table(), False)
+    assert plan.beside and not plan.added
+
+
+def test_one_kind_alone_is_not_put_side_by_side():
     one_kind = Layout(768, 512, output_split(768, 512, 0), FP8)
-    assert named_plan(problem(one_kind, 64), FORKED, Table(), False) is None
+    assert named_plan(problem(one_kind, 64), BESIDE, Table(), False) is None
 
 
 def test_a_region_that_no_path_takes_is_refused_with_reasons():

@@ -59,11 +59,13 @@ def tuner(monkeypatch):
     monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: None)
     monkeypatch.setitem(scaled_mm._WAYS, "cublaslt", _dense)
 
-    def in_order(plan, run, device):
+    def one_after_the_other(plan, run, y):
+        target = torch.full_like(y, 0.0) if plan.added else y
         for step in plan.steps:
-            run(step)
+            run(step, target if step.path == "scaled_mm" else y)
+        y += target if plan.added else 0
 
-    monkeypatch.setattr(execution, "_run_forked", in_order)
+    monkeypatch.setattr(execution, "_run_beside", one_after_the_other)
     lines = []
     made = tuning.Tuner(BF16, lines.append, repetitions=3, device=torch.device("cpu"))
     made.lines = lines
@@ -89,8 +91,8 @@ def test_every_plan_gets_its_time(tuner, name):
         )
         assert len(row.us) <= 4 and "cusparselt alg=7" not in row.us
     expected = {
-        "gate_up": {"regions": 20.0, "regions fork": 20.0, "dense": 6.0},
-        "down": {"regions": 10.0, "dense": 6.0},
+        "gate_up": {"regions": 20.0, "regions beside": 20.0, "dense": 6.0},
+        "down": {"regions": 10.0, "regions beside": 10.0, "dense": 6.0},
         "sparse": {"regions": 4.0, "dense": 6.0},
     }[name]
     assert all(row.us == expected for row in layers)
