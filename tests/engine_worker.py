@@ -26,12 +26,9 @@ def save_logits(llm, prompts: list[list[int]], out: Path) -> None:
 
     from vllm_spense import equality
 
-    llm.apply_model(equality._record)
-    found = {
-        str(i): equality._run(llm, [ids], prompt_logprobs=0)[: len(ids) - 1].contiguous()
-        for i, ids in enumerate(prompts)
-    }
-    save_file(found, out)
+    equality.record_logits(llm)
+    found = {str(i): equality.prompt_logits(llm, ids) for i, ids in enumerate(prompts)}
+    save_file({name: logits.contiguous() for name, logits in found.items()}, out)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def tiny_qwen3(out: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=16, vocab_size=512, max_position_embeddings=512,
+        num_key_value_heads=4, head_dim=32, vocab_size=512, max_position_embeddings=512,
         initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(out)

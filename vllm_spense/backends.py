@@ -30,7 +30,9 @@ __all__ = ["Backend", "DenseFp8", "DenseUnquantized", "SparseOp", "choose"]
 
 
 class Backend(Protocol):
-    """One way to run a layer."""
+    """One way to run a layer. `identity` tells compiled graphs apart that different ones traced."""
+
+    identity: str
 
     def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
         """Put on `layer` the parameters that `apply` reads."""
@@ -41,6 +43,8 @@ class Backend(Protocol):
 
 class DenseUnquantized:
     """Expanded to a dense weight in the model's dtype; vLLM's own linear."""
+
+    identity = "dense unquantized"
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -61,6 +65,7 @@ class DenseFp8:
         self._kernel = compat.dense_fp8_kernel(
             sum(fused.rows), fused.cols, dtype, "vllm-spense's dense FP8 layers"
         )
+        self.identity = f"dense fp8 {type(self._kernel).__name__}"
 
     def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
         weight = fused.decode_fp8(planes)
@@ -89,6 +94,7 @@ class SparseOp:
         self._quantize = compat.token_quantizer() if layout.weight_dtype == FP8 else None
         self._compiled = compat.compiled()
         self._alpha = ops.alpha_for(layout.weight_dtype, dtype)
+        self.identity = f"sparse {layout} {self._compiled}"
 
     def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
         regions = _as_planned(fused.layout(), self._layout, fused.region_planes(planes))

@@ -5,13 +5,14 @@ Tested range: 0.26.0 … 0.33.0. Outside it `check_version` refuses, and the plu
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 import vllm
 from packaging.version import Version
 from torch import nn
-from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -26,11 +27,13 @@ __all__ = [
     "compiled",
     "dense_fp8_kernel",
     "dummy_weights",
-    "options",
+    "remember_choice",
     "rename_mapper",
     "token_quantizer",
 ]
 
+METHOD = "spense"
+CHOICES = "choices_made_at_load"
 OLDEST, NEWEST = Version("0.26.0"), Version("0.33")
 
 
@@ -55,10 +58,16 @@ def dummy_weights() -> bool:
     return get_current_vllm_config().load_config.load_format == "dummy"
 
 
-def options() -> dict[str, Any]:
-    """`--additional-config '{"spense": {…}}'`, which vLLM hashes into its graph cache."""
-    additional = get_current_vllm_config().additional_config
-    return dict(additional.get("spense", {})) if isinstance(additional, dict) else {}
+def remember_choice(config: VllmConfig, module: str, choice: str) -> None:
+    """Make how a layer runs part of vLLM's graph-cache key.
+
+    The key covers the checkpoint and vLLM's options, but not what a plugin finds out about the
+    device at load: without this a compiled graph of another device could be replayed.
+    """
+    if isinstance(config.additional_config, dict):
+        ours = config.additional_config.setdefault(METHOD, {})
+        seen = f"{ours.get(CHOICES, '')}|{module}={choice}"
+        ours[CHOICES] = hashlib.sha256(seen.encode()).hexdigest()
 
 
 def rename_mapper(mapper: Any) -> Any:

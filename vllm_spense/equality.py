@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["collect", "divergence"]
+__all__ = ["collect", "divergence", "prompt_logits", "record_logits"]
 
 PREFIX = 32  # tokens; two blocks of vLLM's prefix cache
 PROMPT_STEP = 8  # of a long prompt, every eighth position is compared
@@ -44,29 +44,42 @@ def collect(
         max_model_len=max(prompt, PREFIX) + 16,
         **engine,
     )
-    llm.apply_model(_record)
+    record_logits(llm)
     vocabulary = llm.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for batch in batches:
         ids = torch.randint(3, vocabulary, (batch, PREFIX + 1), generator=generator).tolist()
         _run(llm, [row[:-1] for row in ids])
-        found[f"batch {batch}"] = _run(llm, ids)
-        rows = len(found[f"batch {batch}"])
-        assert rows == batch, f"{rows} rows of logits for a decode step of {batch}"
+        (step,) = _run(llm, ids)
+        assert len(step) == batch, f"{len(step)} rows of logits for a decode step of {batch}"
+        found[f"batch {batch}"] = step
     if prompt:
         ids = torch.randint(3, vocabulary, (1, prompt), generator=generator).tolist()
-        found[f"prompt {prompt}"] = _run(llm, ids, prompt_logprobs=0)[::PROMPT_STEP].clone()
+        found[f"prompt {prompt}"] = prompt_logits(llm, ids[0])[::PROMPT_STEP].clone()
     return found
 
 
-def _run(llm: Any, ids: list[list[int]], **sampling: Any) -> Tensor:
+def prompt_logits(llm: Any, ids: list[int]) -> Tensor:
+    """Logits after every token but the last, [len(ids) - 1, V], of an engine that records."""
+    logits = max(_run(llm, [ids], prompt_logprobs=0), key=len)
+    assert len(logits) in (len(ids) - 1, len(ids)), f"{len(logits)} rows for {len(ids)} tokens"
+    return logits[: len(ids) - 1]
+
+
+def _run(llm: Any, ids: list[list[int]], **sampling: Any) -> list[Tensor]:
+    """Generate one token per request; the logits of every call that computed some."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **sampling)
     prompts = [{"prompt_token_ids": row} for row in ids]
     llm.generate(prompts, parameters, use_tqdm=False)
-    return torch.cat(llm.apply_model(_take)[0])
+    return llm.apply_model(_take)[0]
+
+
+def record_logits(llm: Any) -> None:
+    """Make an engine keep the logits that it computes."""
+    llm.apply_model(_record)
 
 
 def _record(model: nn.Module) -> None:

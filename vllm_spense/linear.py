@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     RowParallelLinear,
@@ -57,6 +58,7 @@ class SpenseLinearMethod(LinearMethodBase):
         )
         self._dtype = params_dtype
         self._dummy = compat.dummy_weights()
+        self._vllm_config = get_current_vllm_config()
         row_parallel = isinstance(layer, RowParallelLinear)
         for name, plane in self._fused.planes().items():
             parameter = PlaneParameter(
@@ -79,6 +81,7 @@ class SpenseLinearMethod(LinearMethodBase):
                 verify_contents(name, tensor, module)
         if self._backend is None:
             self._backend = backends.choose(self._fused, self._dtype, layer_device(planes))
+            compat.remember_choice(self._vllm_config, self._modules[0], self._backend.identity)
         for name in planes:
             delattr(layer, name)
         self._backend.load(layer, self._fused, planes)
