@@ -13,7 +13,7 @@ from vllm_spense.pruning.calibration import (
     text_tokens,
     token_digest,
 )
-from vllm_spense.pruning.self_text import chat_prompt, self_tokens
+from vllm_spense.pruning.self_text import HOT_TOKENS, _Sampler, chat_prompt, self_tokens
 
 
 def tokens_of(name, samples=4, length=16, seed=0, tokenizer=None):
@@ -147,3 +147,16 @@ def test_digest_knows_shape_and_numbers():
     assert token_digest(tokens) == token_digest(tokens.clone())
     assert token_digest(tokens) != token_digest(tokens.reshape(4, 3))
     assert token_digest(tokens) != token_digest(tokens + 1)
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says():
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    sampler = _Sampler(prompt_tokens=1, seed=0, report=lambda step: None)
+    prompt = torch.zeros(20000, 1 + HOT_TOKENS, dtype=torch.long)  # past the hot tokens
+    drawn = sampler(prompt, probabilities.log().expand(20000, 4)).argmax(-1)
+    torch.testing.assert_close(
+        drawn.bincount(minlength=4) / 20000, probabilities, rtol=0, atol=0.015
+    )
+    hot = sampler(prompt[:, :1], probabilities.log().expand(20000, 4)).argmax(-1)
+    expected = probabilities.sqrt() / probabilities.sqrt().sum()  # temperature 2
+    torch.testing.assert_close(hot.bincount(minlength=4) / 20000, expected, rtol=0, atol=0.015)

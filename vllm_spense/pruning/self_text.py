@@ -25,18 +25,28 @@ HOT_TOKENS = 4
 _MARKER = "\N{BULLET}user turn\N{BULLET}"
 
 
-class _Cooling(LogitsProcessor):
-    """Divide logits by a temperature that falls linearly to 1 over the first written tokens."""
+class _Sampler(LogitsProcessor):
+    """Draw the next token itself, and leave only that one for a greedy choice.
 
-    def __init__(self, prompt_tokens: int, report: Callable[[int], None]) -> None:
+    Inverse of the distribution function, one random number per row: drawing one for every token of
+    the vocabulary, as `torch.multinomial` does, takes a quarter of the time on a CPU. The
+    temperature falls linearly to 1 over the first written tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, seed: int, report: Callable[[int], None]) -> None:
         self.prompt_tokens = prompt_tokens
+        self.generator = torch.Generator().manual_seed(seed)
         self.report = report
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [rows, vocabulary] → the same shape, infinite at the drawn token."""
         step = input_ids.shape[1] - self.prompt_tokens
-        self.report(step + 1)
         heat = max(0.0, 1 - step / HOT_TOKENS) * (HOT_TEMPERATURE - 1)
-        return scores / (1 + heat)
+        distribution = (scores.float() / (1 + heat)).softmax(-1).cumsum(-1)
+        uniform = torch.rand(len(scores), 1, generator=self.generator).to(scores.device)
+        drawn = torch.searchsorted(distribution, uniform * distribution[:, -1:], right=True)
+        self.report(step + 1)
+        return scores.scatter(-1, drawn.clamp_max(scores.shape[-1] - 1), float("inf"))
 
 
 def self_tokens(
@@ -61,30 +71,26 @@ def self_tokens(
         def report(step: int, base: int = done) -> None:
             progress(base + step, total)
 
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(seed * 1_000_003 + number)
-            written.append(_generate(model, batch, length, report).cpu())
+        sampler = _Sampler(len(prompt), seed * 1_000_003 + number, report)
+        written.append(_generate(model, batch, length, sampler).cpu())
         done += length
         progress(done, total)
     return torch.cat(written)
 
 
-def _generate(
-    model: PreTrainedModel, prompt: Tensor, length: int, report: Callable[[int], None]
-) -> Tensor:
+def _generate(model: PreTrainedModel, prompt: Tensor, length: int, sampler: _Sampler) -> Tensor:
     model.eval()
     # The model's own settings name end tokens, at which samples would stop.
     plain = GenerationConfig(
         max_new_tokens=length - prompt.shape[1],
-        do_sample=True,
-        top_k=0,
+        do_sample=False,
         pad_token_id=0,  # never used: all rows are of one length
     )
     with torch.no_grad(), replaced(model, "generation_config", plain):
         return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            logits_processor=LogitsProcessorList([_Cooling(prompt.shape[1], report)]),
+            logits_processor=LogitsProcessorList([sampler]),
         )
 
 
