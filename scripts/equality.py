@@ -28,6 +28,7 @@ from vllm_spense.environment import environment
 from vllm_spense.equality import collect, divergence
 
 FIRST_CHOICE = "CutlassFP8ScaledMMLinearKernel,FlashInferFP8ScaledMMLinearKernel"
+KV_BYTES = 1 << 30
 app = typer.Typer(help=__doc__, rich_markup_mode=None, add_completion=False)
 
 
@@ -53,10 +54,10 @@ def compare(
     gpu = torch.cuda.is_available()
     engine = {"dtype": dtype, "enforce_eager": eager}
     if gpu:
-        engine |= {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": 4 << 30}
+        engine |= {"gpu_memory_utilization": memory, "kv_cache_memory_bytes": KV_BYTES}
     arguments = json.dumps({"batches": batches, "prompt": prompt, **engine})
     runs = {"checkpoint": (checkpoint, {}), "twin": (twin, {})}
-    if gpu:
+    if gpu and "quantization_config" in json.loads((twin / "config.json").read_text()):
         runs["second kernel"] = (twin, {"VLLM_DISABLED_KERNELS": FIRST_CHOICE})
     with tempfile.TemporaryDirectory() as scratch:
         logits = _collect_all(runs, arguments, Path(scratch))

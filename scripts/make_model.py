@@ -22,6 +22,7 @@ def main(
     config: Annotated[str, typer.Argument(help=f"Model folder, or one of {', '.join(SHAPES)}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
     layers: Annotated[int | None, typer.Option(help="Decoder layers; default: all.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens; default: the model's.")] = None,
     dense_share: Annotated[float, typer.Option(help="Dense part of every MLP, 0 … 1.")] = 0.25,
     attention: Annotated[str, typer.Option(help="dense, 2:4 or keep.")] = "dense",
     dtype: Annotated[str, typer.Option(help="fp8, bf16 or fp16.")] = "fp8",
@@ -35,7 +36,11 @@ def main(
     )
     with console.status("") as status:
         written = write_random_model(
-            load_shape(config, layers), out, settings, seed, lambda name: status.update(name)
+            load_shape(config, layers, vocabulary),
+            out,
+            settings,
+            seed,
+            lambda name: status.update(name),
         )
     console.print(f"wrote {written}")
 

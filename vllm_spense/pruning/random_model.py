@@ -53,8 +53,10 @@ SHAPES = {
 }
 
 
-def load_shape(name: str, layers: int | None = None) -> PretrainedConfig:
-    """A config by short name (`SHAPES`) or from a model folder, cut to `layers`.
+def load_shape(
+    name: str, layers: int | None = None, vocabulary: int | None = None
+) -> PretrainedConfig:
+    """A config by short name (`SHAPES`) or from a model folder, cut to `layers` and `vocabulary`.
 
     Raises:
         ValueError: neither a known name nor a folder with a config.
@@ -67,6 +69,7 @@ def load_shape(name: str, layers: int | None = None) -> PretrainedConfig:
     else:
         raise ValueError(f"{name} is neither a model folder nor one of {', '.join(SHAPES)}")
     config.num_hidden_layers = layers or config.num_hidden_layers
+    config.vocab_size = vocabulary or config.vocab_size
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     config.dtype = torch.bfloat16
