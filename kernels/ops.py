@@ -7,7 +7,8 @@
 
 x [M, K] in the weight dtype (2-D, any M including 0); x_scale float32 [M, 1] (or [1, 1]); w_scale
 float32 [n, 1] or [1, n]; bias [n]; Y [M, n] BF16 or FP16. `weights` holds one tensor per region and
-`regions` five integers per region, as `Layout.encode` writes them.
+`regions` five integers per region, as `Layout.encode` writes them. One tensor more than regions is
+the dense weight [n, K], for where one dense GEMM is faster.
 
 Compiled models call `linear_raw` and multiply by the scales in torch, where Inductor fuses the
 product into what reads Y; eager ones call `linear`. With FP16 outputs raw FP8 sums overflow
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_spense.format import sparse24
 from vllm_spense.format.partition import RegionKind
 from vllm_spense.kernels import cusparselt, dispatch, execution, reference
 from vllm_spense.kernels.layouts import Blob24
@@ -57,19 +59,26 @@ def alpha_for(weight_dtype: torch.dtype, out_dtype: torch.dtype) -> float:
 
 
 def prepare(
-    layout: Layout, planes: Sequence[tuple[Tensor, ...]], device: torch.device | str | None = None
+    layout: Layout,
+    planes: Sequence[tuple[Tensor, ...]],
+    device: torch.device | str | None = None,
+    dense_copy: bool = False,
 ) -> list[Tensor]:
     """Kernel tensors of a layer, one per region.
 
     Args:
         planes: per region (values [rows, cols/2], meta [rows, cols/8]) or (weight [rows, cols],).
         device: where they shall be; by default where the planes are.
+        dense_copy: append the dense weight [N, K] as well, which the op then uses where that is
+            faster; tensors of dense regions with whole rows are views of it.
 
     Returns:
         2:4 regions: a flat uint8 buffer (`layouts.Blob24`); dense ones: [rows, cols] contiguous.
     """
     if len(planes) != len(layout.regions):
         raise ValueError(f"{len(planes)} sets of planes for {len(layout.regions)} regions")
+    if dense_copy:
+        return _prepare_with_copy(layout, planes, device)
     weights = []
     for region, parts in zip(layout.regions, planes, strict=True):
         on_device = [part.to(device or part.device) for part in parts]
@@ -81,6 +90,22 @@ def prepare(
         else:
             raise ValueError(f"{region}: no kernel for this kind yet")
     return weights
+
+
+def _prepare_with_copy(
+    layout: Layout, planes: Sequence[tuple[Tensor, ...]], device: torch.device | str | None
+) -> list[Tensor]:
+    weights = prepare(layout, planes, device)
+    copy = torch.empty((layout.n, layout.k), dtype=layout.weight_dtype, device=weights[0].device)
+    for i, (region, parts) in enumerate(zip(layout.regions, planes, strict=True)):
+        part = copy[region.y_start : region.y_stop, region.x_start : region.x_stop]
+        if region.kind is RegionKind.DENSE:
+            part.copy_(weights[i])
+            if part.is_contiguous():
+                weights[i] = part
+        else:
+            part.copy_(sparse24.expand(*parts))
+    return [*weights, copy]
 
 
 def _prepare_sparse(blob: Blob24, values: Tensor, meta: Tensor) -> Tensor:
@@ -124,7 +149,8 @@ def _linear_raw_cpu(
 ) -> Tensor:
     _check(x)
     layout = Layout.decode(n, x.shape[1], regions, x.dtype)
-    return reference.linear_raw(x, reference.expand(layout, weights), out_dtype, alpha)
+    of_regions = weights[: len(layout.regions)]  # a dense copy may follow
+    return reference.linear_raw(x, reference.expand(layout, of_regions), out_dtype, alpha)
 
 
 def _linear_raw_cuda(

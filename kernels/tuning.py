@@ -1,7 +1,7 @@
 """Measure every candidate of a layer, so that `dispatch` can choose by figures.
 
-`Tuner.layer` fills tables (`scripts/tune.py`); `measure_at_load` is its short form for shapes that
-no table knows. A candidate's time counts only after its product agreed with the same operands
+`Tuner.layer` fills tables (`scripts/tune.py`), `Tuner.regions` what is missing at load
+(`load_time.py`). A candidate's time counts only after its product agreed with the same operands
 multiplied in float32; one that takes more than twice the best time so far is dropped after one
 replay.
 
@@ -58,22 +58,26 @@ class Tuner:
 
     def layer(self, layout: Layout, ms: Iterable[int]) -> None:
         """Regions first, then whole plans built from the best of them, then one dense GEMM."""
-        ms = sorted(ms)
+        ms = tuple(ms)
         dense = dense_twin(layout)
         operands = Operands.random(layout, self.device)
         self._regions(operands, ms)
         twin = operands if layout == dense else Operands.random(dense, self.device)
         if layout != dense:
             self._regions(twin, ms)
-        for m in ms:
+        for m in sorted(ms):
             if not self.late:
                 self._plans(operands, twin, m)
+
+    def regions(self, layout: Layout, ms: Iterable[int]) -> None:
+        """The regions of a layer alone, those that `table` does not know."""
+        self._regions(Operands.random(layout, self.device), tuple(ms))
 
     def _problem(self, layout: Layout, m: int) -> Problem:
         capability = torch.cuda.get_device_capability(self.device)
         return Problem.whole(layout, m, self._out_dtype, capability)
 
-    def _regions(self, operands: Operands, ms: list[int]) -> None:
+    def _regions(self, operands: Operands, ms: tuple[int, ...]) -> None:
         layout = operands.layout
         for index in range(len(layout.regions)):
             problem = self._problem(layout, 1).only(index)
@@ -218,14 +222,3 @@ def _neighbours(found: dict[int, Times], m: int) -> set[str]:
     """Candidates that were good at measured sizes up to four times smaller or larger than `m`."""
     near = [k for k in found if m <= 4 * k and k <= 4 * m] or [min(found, key=lambda k: abs(k - m))]
     return {name for k in near for name in found[k]}
-
-
-def measure_at_load(
-    layouts: Iterable[Layout], out_dtype: torch.dtype, seconds: float, report: Callable[[str], None]
-) -> Table:
-    """Short measurement of layouts that the table of this device does not know."""
-    tuner = Tuner(out_dtype, report, time.monotonic() + seconds, repetitions=5)
-    for layout in layouts:
-        if not tuner.late:
-            tuner.layer(layout, [m for m in GRID if m >= 16])
-    return tuner.table
