@@ -75,15 +75,23 @@ def layer_key(layout: Layout) -> str:
     return f"{layout.n}x{layout.k} {regions}"
 
 
+def _short(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype))  # a dtype that no table has is simply not found
+
+
 def _region_key(problem: Problem) -> RegionKey:
     region, layout = problem.region, problem.layout
     part = (region.rows, region.cols) != (layout.n, layout.k)
-    dtypes = DTYPES[layout.weight_dtype], DTYPES[problem.out_dtype]
+    dtypes = _short(layout.weight_dtype), _short(problem.out_dtype)
     return (region.kind.value, region.rows, region.cols, part, *dtypes)
 
 
 def _distance(a: float, b: float) -> float:
     return abs(math.log2(a / b))
+
+
+def _shape_distance(a: RegionKey, b: RegionKey) -> float:
+    return _distance(a[1], b[1]) + _distance(a[2], b[2])
 
 
 def _nearest_m(rows: Mapping[int, Times], m: int) -> Times:
@@ -111,18 +119,22 @@ class Table:
         return _region_key(problem) in self._regions
 
     def region(self, problem: Problem) -> Times:
-        """Times of the nearest shape and M; empty without any of this kind and dtypes."""
+        """Times of the nearest shape and M, of the same dtypes if there are any.
+
+        Empty without a row of this kind and weight dtype.
+        """
         key = _region_key(problem)
         if key not in self._regions:
-            alike = [k for k in self._regions if (k[0], *k[4:]) == (key[0], *key[4:])]
+            wanted = key
+            alike = [k for k in self._regions if (k[0], k[4]) == (wanted[0], wanted[4])]
             if not alike:
                 return {}
-            key = min(alike, key=lambda k: _distance(k[1], key[1]) + _distance(k[2], key[2]))
+            key = min(alike, key=lambda k: (k[5] != wanted[5], _shape_distance(k, wanted)))
         return _nearest_m(self._regions[key], problem.m)
 
     def layer(self, problem: Problem) -> Times:
         """Times of whole plans of this layer at the nearest M; empty if it was not measured."""
-        dtypes = DTYPES[problem.layout.weight_dtype], DTYPES[problem.out_dtype]
+        dtypes = _short(problem.layout.weight_dtype), _short(problem.out_dtype)
         rows = self._layers.get((layer_key(problem.layout), *dtypes))
         return _nearest_m(rows, problem.m) if rows else {}
 

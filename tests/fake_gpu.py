@@ -1,4 +1,4 @@
-"""Region paths without a GPU: scripted times, right products (one algorithm is wrong, one refused)."""
+"""Region paths without a GPU: scripted times; one algorithm is wrong, one is refused."""
 
 import pytest
 import torch

@@ -89,6 +89,12 @@ def test_an_unknown_shape_borrows_from_the_nearest():
     assert make_plan(problem(GATE_UP, 64), table).steps[-1].config == (("alg", 3),)
 
 
+def test_fp16_outputs_borrow_from_bf16_ones():
+    table = Table([region_row(64, {"cusparselt alg=3": 1.0})])
+    plan = make_plan(problem(GATE_UP, 64, torch.float16), table)
+    assert plan.steps[-1].config == (("alg", 3),)
+
+
 @pytest.mark.parametrize(
     ("times", "copy", "beside", "count"),
     [
