@@ -276,6 +276,7 @@ class _Run:
         recipe.pop("calibration")
         return {
             "base_model": self.source.name,
+            "revision": getattr(self.source.model.config, "_commit_hash", None),
             "recipe": recipe,
             "calibration": calibration,
             "versions": versions(),
