@@ -21,7 +21,7 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
 }
 
 install() {
-    "$SPENSE_VENV/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@"
+    "$SPENSE_VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
 }
 
 install_torch() { # PyPI has no torch built for the CPU alone; pip may know an index that has
