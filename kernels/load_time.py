@@ -15,6 +15,7 @@ import time
 import torch
 
 from vllm_spense.kernels import execution, table_files
+from vllm_spense.kernels.machine import this_machine
 from vllm_spense.kernels.problem import Layout, Problem
 from vllm_spense.kernels.tuning import GRID, Tuner
 
@@ -68,6 +69,6 @@ def _remember(regions: list, device: torch.device) -> None:
     try:
         table = table_files.read(path)[1] if path.exists() else table_files.Table()
         table.add(regions)
-        table_files.write(path, table_files.this_machine("at load"), table)
+        table_files.write(path, this_machine("at load"), table)
     except OSError as error:
         logger.warning("measurements are not kept: %s", error)

@@ -8,32 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from vllm_spense.kernels.machine import Head
 from vllm_spense.kernels.measurements import LayerRow, RegionRow, Table
 
-__all__ = ["Head", "cache_path", "read", "shipped_path", "table_for", "this_machine", "write"]
-
-
-@dataclass(frozen=True)
-class Head:
-    """On what, when and how a table was measured."""
-
-    device: str
-    driver: str | None
-    torch: str
-    triton: str | None
-    vllm: str | None
-    cusparselt: str
-    date: str
-    command: str
+__all__ = ["cache_path", "read", "shipped_path", "table_for", "write"]
 
 
 def shipped_path(device: str) -> Path:
@@ -74,37 +58,6 @@ def write(path: Path, head: Head, table: Table) -> None:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     partial.replace(path)
-
-
-def this_machine(command: str, vllm: str | None = None) -> Head:
-    """The head of a table that is measured here and now."""
-    return Head(
-        device=torch.cuda.get_device_name(),
-        driver=_driver(),
-        torch=torch.__version__,
-        triton=_version("triton"),
-        vllm=vllm or _version("vllm"),
-        cusparselt=str(torch.backends.cusparselt.version()),
-        date=date.today().isoformat(),
-        command=command,
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    """Of the NVIDIA kernel module, from the file it keeps."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", text)
-    return found[1] if found else None
 
 
 @cache

@@ -30,8 +30,8 @@ for checkpoint in "$@"; do
     check "$(basename "$checkpoint")" "$checkpoint" &
     jobs+=($!)
 done
-for dtype in fp8 bf16; do
-    for share in 0 0.25 0.5; do
+for dtype in ${DTYPES:-fp8 bf16}; do
+    for share in ${SHARES:-0 0.25 0.5}; do
         random $dtype $share &
         jobs+=($!)
     done

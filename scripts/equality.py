@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from vllm_spense.environment import environment
 from vllm_spense.equality import collect, divergence
+from vllm_spense.kernels.machine import this_machine
 
 FIRST_CHOICE = "CutlassFP8ScaledMMLinearKernel,FlashInferFP8ScaledMMLinearKernel"
 KV_BYTES = 1 << 30
@@ -78,7 +79,7 @@ def merge(
 ) -> None:
     """Join rows of several comparisons and add what they ran on."""
     rows = [row for part in parts for row in json.loads(part.read_text())]
-    result = {**environment(), "command": "scripts/check_equality.sh", "rows": rows}
+    result = {**asdict(this_machine("scripts/check_equality.sh")), "rows": rows}
     out.write_text(json.dumps(result, indent=1) + "\n")
     _print(rows)
 

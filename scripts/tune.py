@@ -22,6 +22,7 @@ from rich.console import Console
 from vllm_spense.format.planes import WEIGHT_DTYPES
 from vllm_spense.format.schema import SpenseQuantization
 from vllm_spense.kernels import table_files
+from vllm_spense.kernels.machine import this_machine
 from vllm_spense.kernels.tuning import GRID, ODD, Tuner
 from vllm_spense.layer_layouts import checkpoint_layouts, share_layouts
 from vllm_spense.pruning.random_model import load_shape
@@ -81,7 +82,7 @@ def main(
     table.add(*tuner.table.rows())
     shares = [f"--dense-share {share:g}" for share in dense_share or ()]
     command = " ".join(["python scripts/tune.py", model, *shares, f"--dtype {dtype}", f"--tp {tp}"])
-    table_files.write(path, table_files.this_machine(command, vllm_version), table)
+    table_files.write(path, this_machine(command, vllm_version), table)
     console.print(f"wrote {path}" + (" (not everything: out of time)" if tuner.late else ""))
 
 

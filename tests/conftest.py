@@ -1,4 +1,4 @@
-"""Shared by all tests; `tests/` is on the path, so test modules may import one another's helpers."""
+"""`tests/` is on the path, so that test modules may import one another's helpers."""
 
 import sys
 from pathlib import Path

@@ -208,7 +208,7 @@ def test_a_plane_of_which_only_one_shard_was_loaded(monkeypatch):
             prefix=f"{MLP}.gate_up_proj", params_dtype=torch.float32,
         )  # fmt: skip
         load(layer, planes[f"{MLP}.gate_proj"], 0)
-        with pytest.raises(ValueError, match=r"up_proj\.weight_values: not a finite number at \[0, 0\]"):
+        with pytest.raises(ValueError, match=r"up_proj\.weight_values: not a finite number"):
             layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -7,6 +7,7 @@ import torch
 from layers import FP8, gate_up
 
 from vllm_spense.kernels import table_files
+from vllm_spense.kernels.machine import Head
 from vllm_spense.kernels.measurements import (
     LayerRow,
     RegionRow,
@@ -17,7 +18,7 @@ from vllm_spense.kernels.measurements import (
 )
 from vllm_spense.kernels.problem import Layout
 
-HEAD = table_files.Head("NVIDIA H200", "580", "2.11", "3.6", None, "800", "2026-12-01", "tune.py")
+HEAD = Head("NVIDIA H200", "580", "2.11", "3.6", None, "800", "2026-12-01", "tune.py")
 REGION = RegionRow("fp8", "bf16", 64, {"cusparselt alg=7": 3.25}, "sparse_24", 768, 512, True)
 LAYER = LayerRow("fp8", "bf16", 64, {"regions": 9.0, "dense": 8.0}, "2048x512 dense 2048x512")
 

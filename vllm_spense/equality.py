@@ -62,7 +62,9 @@ def collect(
 
 def prompt_logits(llm: Any, ids: list[int]) -> Tensor:
     """Logits after every token but the last, [len(ids) - 1, V], of an engine that records."""
-    logits = max(_run(llm, [ids], prompt_logprobs=0), key=len)
+    calls = _run(llm, [ids], prompt_logprobs=0)
+    sample = 0 if len(calls[0]) == 1 else len(calls) - 1  # the row that the new token came from
+    logits = torch.cat([*calls[:sample], *calls[sample + 1 :]])
     assert len(logits) in (len(ids) - 1, len(ids)), f"{len(logits)} rows for {len(ids)} tokens"
     return logits[: len(ids) - 1]
 
