@@ -10,7 +10,9 @@ pytest.importorskip("vllm")
 from test_fused import CASES, stacked
 from test_linear import ranks
 from torch import nn
-from vllm.config import DeviceConfig, VllmConfig
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from vllm_spense import backends, compat, log
 from vllm_spense.format.partition import RegionKind
@@ -42,17 +44,17 @@ def sparse_op(monkeypatch, fused, planes, dtype, mode):
     layer = nn.Module()
     with ranks(monkeypatch, 0, 1):
         monkeypatch.setattr("vllm_spense.compat.compiled", lambda: mode == "compiled")
-        backend = backends.SparseOp(fused.layout(), dtype)
+        backend = backends.SparseOp(fused.layout(), fused.slices(), dtype)
         backend.load(layer, fused, planes)
     return layer, backend
 
 
 def expected(fused, planes, x, bias, scale=1.0):
-    """From the definition: per-token FP8 of X, FP8 weights, scales and bias in float64."""
+    """From the definition, in float64: vLLM's FP8 of X, FP8 weights, scales and bias."""
     weight = fused.decode_fp8(planes).double() * fused.row_scale(planes).double() * scale
-    largest = x.double().abs().amax(-1, keepdim=True) / 448
-    quantized = (x.double() / largest).to(torch.float32).to(FP8).double() * largest
-    y = quantized @ weight.t()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        quantized, x_scale = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)(x)
+    y = (quantized.double() * x_scale.double()) @ weight.t()
     return y if bias is None else y + bias.double()
 
 
@@ -107,7 +109,7 @@ def test_kernel_tensors_are_parameters(monkeypatch):
     fused, planes = make("gate_up hybrid")
     layer, _ = sparse_op(monkeypatch, fused, planes, torch.bfloat16, "compiled")
     assert set(dict(layer.named_parameters())) == {
-        "weight_packed", "weight_region_1", "weight_region_2", "weight_region_3", "weight_scale",
+        "weight_packed", "weight_region_1", "weight_scale",
     }  # fmt: skip
     assert not [n for n, v in vars(layer).items() if isinstance(v, torch.Tensor)]
 
@@ -168,7 +170,7 @@ def test_expanded_regions_compute_the_same(monkeypatch):
     dense = dataclasses.replace(stored, regions=dense_regions)
     layer = nn.Module()
     with ranks(monkeypatch, 0, 1):
-        backend = backends.SparseOp(dense, torch.bfloat16)
+        backend = backends.SparseOp(dense, fused.slices(), torch.bfloat16)
         backend.load(layer, fused, planes)
     y = backend.apply(layer, x, None).double()
     reference = expected(fused, planes, x, None)

@@ -66,7 +66,22 @@ def test_regions_tile_the_weight(case):
         names = ("weight",) if region.kind is DENSE else ("weight_values", "weight_meta")
         part = decode(dict(zip(names, tensors, strict=True)), whole)
         weight[region.y_start : region.y_stop, region.x_start : region.x_stop] = part
-    assert torch.equal(weight, layer.decode_fp8(planes).float())
+    slices = layer.slices() or ((0, len(weight)),)
+    restored = torch.cat([weight[start : start + size] for start, size in slices])
+    assert torch.equal(restored, layer.decode_fp8(planes).float())
+
+
+def test_scale_in_the_order_of_the_op():
+    """Equal to the standard scale after the slices are put together, and really reordered."""
+    partitions, rows, cols = CASES["gate_up hybrid"]
+    _, planes = stacked(partitions, rows, cols)
+    layer = fused(partitions, rows, cols)
+    assert layer.slices() == ((0, 48), (96, 16), (48, 48), (112, 16))
+    scale = layer.op_scale(planes)
+    restored = torch.cat([scale[start : start + size] for start, size in layer.slices()])
+    assert torch.equal(restored, layer.row_scale(planes))
+    assert not torch.equal(scale, restored)
+    assert [fused(*CASES[case]).slices() for case in list(CASES)[1:]] == [(), (), ()]
 
 
 def test_neighbours_of_one_kind_are_joined():
@@ -74,7 +89,7 @@ def test_neighbours_of_one_kind_are_joined():
         case: [(r.kind, r.rows) for r in fused(*CASES[case]).layout().regions] for case in CASES
     }
     assert kinds == {
-        "gate_up hybrid": [(SPARSE, 48), (DENSE, 16), (SPARSE, 48), (DENSE, 16)],
+        "gate_up hybrid": [(SPARSE, 96), (DENSE, 32)],
         "gate_up sparse": [(SPARSE, 128)],
         "down": [(SPARSE, 32), (DENSE, 32)],
         "q sparse, k and v dense": [(SPARSE, 32), (DENSE, 32)],

@@ -42,7 +42,7 @@ def test_a_quarter_dense_on_two_ranks(config):
     assert keys(share_layouts(config, 0.25, FP8, tp=2)) == {
         "qkv": "512x512 sparse_24 384x512 + dense 128x512",
         "o": "512x256 sparse_24 512x192 + dense 512x64",
-        "gate_up": "1024x512 sparse_24 384x512 + dense 128x512 + sparse_24 384x512 + dense 128x512",
+        "gate_up": "1024x512 sparse_24 768x512 + dense 256x512",
         "down": "512x512 sparse_24 512x384 + dense 512x128",
     }
 

@@ -85,16 +85,20 @@ class SparseOp:
 
     Compiled graphs get the unscaled product and multiply by the scales afterwards, where the
     compiler folds the multiplication into whatever reads Y; eager mode applies them inside the op.
+    The order of channels is restored in torch too (`FusedLayer.slices`), for the same reason.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: Layout, slices: tuple[tuple[int, int], ...], dtype: torch.dtype
+    ) -> None:
         self._layout = layout
+        self._slices = slices
         self._regions = layout.encode()
         self._dtype = dtype
         self._quantize = compat.token_quantizer() if layout.weight_dtype == FP8 else None
         self._compiled = compat.compiled()
         self._alpha = ops.alpha_for(layout.weight_dtype, dtype)
-        self.identity = f"sparse {layout} {self._compiled}"
+        self.identity = f"sparse {layout} {slices} {self._compiled}"
 
     def load(self, layer: nn.Module, fused: FusedLayer, planes: Mapping[str, Tensor]) -> None:
         regions = _as_planned(fused.layout(), self._layout, fused.region_planes(planes))
@@ -103,7 +107,7 @@ class SparseOp:
         self._names[0] = "weight_packed"  # the name by which LoRA finds a layer's device
         for name, tensor in zip(self._names, tensors, strict=True):
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-        scale = fused.row_scale(planes)
+        scale = fused.op_scale(planes)
         if scale is not None:
             layer.weight_scale = Parameter(scale / self._alpha, requires_grad=False)
 
@@ -112,9 +116,11 @@ class SparseOp:
         rows = x.view(-1, x.shape[-1])
         if self._quantize is None:
             y = self._raw(rows, weights)
-            y = y if bias is None else y + bias
         else:
-            y = self._apply_fp8(layer, rows, weights, bias)
+            y = self._apply_fp8(layer, rows, weights)
+        if self._slices:
+            y = torch.cat([y.narrow(1, start, size) for start, size in self._slices], 1)
+        y = (y if bias is None else y + bias).to(self._dtype)
         return y.view(*x.shape[:-1], self._layout.n)
 
     def _raw(self, rows: Tensor, weights: list[Tensor]) -> Tensor:
@@ -122,15 +128,13 @@ class SparseOp:
             rows, weights, self._regions, self._layout.n, self._dtype, self._alpha
         )
 
-    def _apply_fp8(
-        self, layer: nn.Module, rows: Tensor, weights: list[Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def _apply_fp8(self, layer: nn.Module, rows: Tensor, weights: list[Tensor]) -> Tensor:
+        """The scaled product: float32 in a compiled graph, rounded already in eager mode."""
         quantized, x_scale = self._quantize(rows)
         if self._compiled:
-            y = self._raw(quantized, weights).float() * x_scale * layer.weight_scale.t()
-            return (y if bias is None else y + bias).to(self._dtype)
+            return self._raw(quantized, weights).float() * x_scale * layer.weight_scale.t()
         return torch.ops.spense.linear(
-            quantized, x_scale, layer.weight_scale, bias, weights, self._regions, self._layout.n,
+            quantized, x_scale, layer.weight_scale, None, weights, self._regions, self._layout.n,
             self._dtype, self._alpha,
         )  # fmt: skip
 
@@ -163,7 +167,7 @@ def choose(fused: FusedLayer, dtype: torch.dtype, device: torch.device) -> Backe
     if layout is not None:
         info_once(f"spense: {_short(fused.weight_dtype)} layers run through the sparse op")
         debug(f"spense: {name} runs through the sparse op: {layout.regions}")
-        return SparseOp(layout, dtype)
+        return SparseOp(layout, fused.slices(), dtype)
     return DenseFp8(fused, dtype) if fp8 else DenseUnquantized(dtype)
 
 

@@ -112,41 +112,85 @@ class FusedLayer:
         return None if scales[0] is None else torch.cat(scales)
 
     def layout(self) -> Layout:
-        """Regions in the order of Y. Neighbours of one kind (gate and up of a fully 2:4 model)
-        become one."""
-        return Layout(
-            sum(self.rows), self.cols, tuple(r for r, _ in self._joined()), self.weight_dtype
-        )
+        """What the op computes. All 2:4 rows come before all dense ones, so that gate and up
+        take one call of each kind; `slices` brings the product back into the order of Y."""
+        regions = tuple(region for region, _ in self._joined())
+        return Layout(sum(self.rows), self.cols, regions, self.weight_dtype)
 
     def region_planes(self, planes: Mapping[str, Tensor]) -> list[tuple[Tensor, ...]]:
         """The planes of each region of `layout`, joined where regions were."""
         views = self.module_planes(planes)
         found = []
-        for region, modules in self._joined():
-            parts = [_region_planes(views[i], region.kind) for i in modules]
+        for region, pieces in self._joined():
+            parts = [_region_planes(views[piece.module], region.kind) for piece in pieces]
             if len(parts) == 1:
                 found.append(parts[0])
             else:
                 found.append(tuple(torch.cat(same) for same in zip(*parts, strict=True)))
         return found
 
-    def _joined(self) -> list[tuple[Region, list[int]]]:
-        """Regions, each with the modules that it comes from."""
-        found: list[tuple[Region, list[int]]] = []
+    def slices(self) -> tuple[tuple[int, int], ...]:
+        """(first, size) of channels of the op's product that make up Y in order; () if it is Y."""
+        pieces = self._in_op_order()
+        if pieces == self._pieces():
+            return ()
+        starts, start = {}, 0
+        for piece in pieces:
+            starts[piece], start = start, start + piece.region.rows
+        in_y = sorted(starts, key=lambda piece: piece.region.y_start)
+        return tuple((starts[piece], piece.region.rows) for piece in in_y)
+
+    def op_scale(self, planes: Mapping[str, Tensor]) -> Tensor | None:
+        """`row_scale` in the order of the op's product."""
+        scale = self.row_scale(planes)
+        if scale is None or not self.slices():
+            return scale
+        rows = [piece.region for piece in self._in_op_order()]
+        return torch.cat([scale[region.y_start : region.y_stop] for region in rows])
+
+    def _pieces(self) -> list[_Piece]:
+        """Regions of every module, in the order of Y."""
+        found = []
         y_start = 0
-        for i, (partition, rows) in enumerate(zip(self.partitions, self.rows, strict=True)):
+        for module, (partition, rows) in enumerate(zip(self.partitions, self.rows, strict=True)):
             for kind, (start, size) in partition.spans().items():
                 if partition.split == "output":
                     region = Region(kind, y_start + start, size, 0, self.cols)
                 else:
                     region = Region(kind, y_start, rows, start, size)
-                last = found[-1][0] if found else None
-                if last and _continues(last, region):
-                    found[-1] = (replace(last, rows=last.rows + region.rows), [*found[-1][1], i])
-                else:
-                    found.append((region, [i]))
+                found.append(_Piece(module, region))
             y_start += rows
         return found
+
+    def _in_op_order(self) -> list[_Piece]:
+        pieces = self._pieces()
+        if any(p.split == "output" and p.single is None for p in self.partitions):
+            pieces.sort(key=lambda piece: piece.region.kind is not RegionKind.SPARSE_24)
+        return pieces
+
+    def _joined(self) -> list[tuple[Region, list[_Piece]]]:
+        """The op's regions, each with the pieces that it is made of."""
+        found: list[tuple[Region, list[_Piece]]] = []
+        reordered = bool(self.slices())
+        y_start = 0
+        for piece in self._in_op_order():
+            region = replace(piece.region, y_start=y_start) if reordered else piece.region
+            y_start += region.rows
+            last = found[-1][0] if found else None
+            if last and _continues(last, region):
+                grown = replace(last, rows=last.rows + region.rows)
+                found[-1] = (grown, [*found[-1][1], piece])
+            else:
+                found.append((region, [piece]))
+        return found
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A region of one module, with its place in Y."""
+
+    module: int
+    region: Region
 
 
 def _continues(last: Region, region: Region) -> bool:
