@@ -9,7 +9,7 @@ def main(path: Path) -> None:
     job = json.loads(path.read_text())
     from vllm import LLM, SamplingParams
 
-    llm = LLM(enforce_eager=True, skip_tokenizer_init=True, **job["engine"])
+    llm = LLM(skip_tokenizer_init=True, **job["engine"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     sampling = SamplingParams(
         temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False

@@ -6,6 +6,7 @@ transformers would choose after the same prefix, then both write the same text.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def english(folder, count, length):
 def serve(tmp_path, prompts, tokens, logits=False, bind=None, timeout=900, **engine):
     """Run an engine in its own process; returns new token ids per prompt."""
     job = tmp_path / "job.json"
-    engine |= {"max_model_len": 512}
+    engine = {"max_model_len": 512, "enforce_eager": True} | engine
     job.write_text(
         json.dumps({"engine": engine, "prompts": prompts, "tokens": tokens, "logits": logits})
     )
@@ -138,6 +139,16 @@ def test_tensor_parallel_2(qwen3_pruned, tmp_path):
     assert_same_tokens(transformers_twin(qwen3_pruned), prompts, answers)
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on a CPU needs g++")
+def test_compiled(qwen3_pruned, tmp_path):
+    """vLLM's default compilation: the plugin's layers inside a compiled graph."""
+    prompts = torch.randint(3, 500, (4, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    answers = serve(
+        tmp_path, prompts, 16, model=str(qwen3_pruned), dtype="float32", enforce_eager=False
+    )
+    assert_same_tokens(transformers_twin(qwen3_pruned), prompts, answers)
+
+
 @pytest.mark.slow
 def test_tensor_parallel_3(smollm2_pruned, tmp_path):
     """SmolLM2's 9 heads over three processes (two of them share a core)."""
@@ -163,8 +174,6 @@ def refused(folder, **arguments):
 @pytest.fixture
 def copied(qwen3_pruned, tmp_path):
     """A checkpoint of this test's own, to be broken."""
-    import shutil
-
     return Path(shutil.copytree(qwen3_pruned, tmp_path / "copied"))
 
 
