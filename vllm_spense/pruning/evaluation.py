@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,18 @@ class Scores:
     tokens: int
 
 
-def widen_head(model: PreTrainedModel) -> None:
-    """Make the output projection float32 (a tied embedding keeps its own dtype)."""
+@contextmanager
+def float32_head(model: PreTrainedModel) -> Iterator[None]:
+    """Run the output projection in float32 for a while; a tied embedding keeps its own dtype."""
     head = model.get_output_embeddings()
-    if head.weight.dtype == torch.float32:
-        return
-    head.weight = nn.Parameter(head.weight.float(), requires_grad=False)
-    head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    original = head.weight
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    head.weight = nn.Parameter(original.float(), requires_grad=False)
+    try:
+        yield
+    finally:
+        head.weight = original
+        hook.remove()
 
 
 @torch.no_grad()
@@ -48,11 +54,11 @@ def log_probabilities(
         windows: int64 [samples, length]; every token but the first of a window is predicted.
     """
     model.eval()
-    widen_head(model)
-    for batch in windows.split(windows_per_batch):
-        batch = batch.to(model.device)
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        yield logits.log_softmax(-1).flatten(0, 1), batch[:, 1:].flatten()
+    with float32_head(model):
+        for batch in windows.split(windows_per_batch):
+            batch = batch.to(model.device)
+            logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
+            yield logits.log_softmax(-1).flatten(0, 1), batch[:, 1:].flatten()
 
 
 class DenseReference:
