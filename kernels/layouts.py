@@ -25,9 +25,10 @@ from torch import Tensor
 
 from vllm_spense.format.partition import META_GROUP
 
-__all__ = ["Blob24", "order_metadata", "restore_metadata"]
+__all__ = ["Blob24", "Metadata24", "order_metadata", "restore_metadata"]
 
 TILE_ROWS, TILE_COLS = 64, 128
+_PADDING = 0xE  # positions 2 and 3
 _TILE_BYTES = TILE_COLS // META_GROUP  # metadata bytes of one row in a tile
 
 
@@ -93,3 +94,50 @@ class Blob24:
         if self.ordered:
             return values, restore_metadata(meta, self.rows, self.cols)
         return values, meta.view(self.rows, self.cols // META_GROUP)
+
+
+@dataclass(frozen=True)
+class Metadata24:
+    """cuSPARSELt's order of a region's metadata, any size, FP8 or 16-bit types."""
+
+    rows: int
+    cols: int
+    itemsize: int
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Rows and groups of four, whole tiles."""
+        tile = 16 // self.itemsize  # groups
+        return -(-self.rows // 64) * 64, -(-self.cols // 4 // tile) * tile
+
+    @property
+    def storage_shape(self) -> tuple[int]:
+        rows, groups = self.padded
+        return (rows * groups // 2,)
+
+    def pack(self, meta: Tensor) -> Tensor:
+        """Row-major metadata [rows, cols/8] → flat uint8."""
+        rows, groups = self.padded
+        nibbles = torch.full((rows, groups), _PADDING, dtype=torch.uint8, device=meta.device)
+        nibbles[: self.rows, : self.cols // 4] = torch.stack([meta & 15, meta >> 4], -1).flatten(1)
+        pairs = nibbles.view(self._tiled()).permute(self._order()).reshape(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << 4
+
+    def unpack(self, stored: Tensor) -> Tensor:
+        """The inverse of `pack`."""
+        tiled, order = self._tiled(), self._order()
+        nibbles = torch.stack([stored & 15, stored >> 4], -1).view([tiled[i] for i in order])
+        inverse = [order.index(i) for i in range(len(order))]
+        plain = nibbles.permute(inverse).reshape(self.padded)[: self.rows, : self.cols // 4]
+        return plain[:, 0::2] | plain[:, 1::2] << 4
+
+    def _tiled(self) -> list[int]:
+        # FP8:     row tile, a, row +8, g │ k tile, group half (+8), t, group
+        # 16 bits: row tile, a, row +8, g │ k tile, group half (+4), w, group
+        rows, groups = self.padded
+        words = 4 // self.itemsize
+        return [rows // 64, 4, 2, 8, groups // (4 * words), 2, words, 2]
+
+    def _order(self) -> list[int]:
+        # row tile, k tile, a, g, word, then the nibbles of a word, slowest first
+        return [0, 4, 1, 3, 6, *((5, 2, 7) if self.itemsize == 1 else (7, 5, 2))]

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from vllm_spense.kernels.layouts import Blob24, order_metadata, restore_metadata
+from vllm_spense.kernels.layouts import (
+    Blob24,
+    Metadata24,
+    order_metadata,
+    restore_metadata,
+)
 
 FP8 = torch.float8_e4m3fn
 
@@ -78,3 +83,40 @@ def test_wrong_shapes_are_named():
         blob.pack(values[:, :32], meta)
     with pytest.raises(ValueError, match=r"buffer is \[100\].*needed: \[5120\]"):
         blob.unpack(torch.zeros(100, dtype=torch.uint8))
+
+
+SIZES = [(64, 128), (96, 160), (160, 288), (32, 64), (203, 592), (0, 64)]
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("shape", SIZES)
+def test_metadata_of_any_size_goes_both_ways(shape, itemsize):
+    order = Metadata24(*shape, itemsize)
+    _, meta = planes(*shape, FP8)
+    packed = order.pack(meta)
+    assert packed.shape == order.storage_shape and packed.dtype == torch.uint8
+    assert torch.equal(order.unpack(packed), meta)
+
+
+def test_metadata_of_whole_tiles_is_the_same_either_way():
+    _, meta = planes(192, 256, FP8)
+    assert torch.equal(Metadata24(192, 256, 1).pack(meta), order_metadata(meta))
+
+
+def test_16_bit_order_is_as_documented():
+    _, meta = planes(128, 64, FP8)
+    nibbles = torch.stack([meta & 15, meta >> 4], -1).flatten(1).tolist()
+    stored = []
+    for rows in range(0, 128, 64):
+        for tile in range(2):
+            for a in range(4):
+                for g in range(8):
+                    for w in range(2):
+                        low = rows + 16 * a + g
+                        flat = [
+                            nibbles[row][8 * tile + group]
+                            for group in (2 * w, 2 * w + 4, 2 * w + 1, 2 * w + 5)
+                            for row in (low, low + 8)
+                        ]
+                        stored += [flat[i] | flat[i + 1] << 4 for i in range(0, 8, 2)]
+    assert Metadata24(128, 64, 2).pack(meta).tolist() == stored
