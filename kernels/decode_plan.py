@@ -22,8 +22,8 @@ TYPES = {FP8: "f16", torch.float16: "f16", torch.bfloat16: "bf16"}
 PROCESSORS = 132  # where no device says otherwise
 _SHARED = 227 << 10  # bytes of shared memory an SM gives to programs
 _SPENT = 1 << 10  # of that, for each program
-_DRAM, _L2, _SM = 4.1e6, 5.3e6, 40e3  # bytes per µs of memory, of L2, into one SM; H200
-_LAUNCH, _REDUCTION = 2.5, 1.5  # µs
+_DRAM, _L2, _SM = 4.1e6, 5.3e6, 60e3  # bytes per µs of memory, of L2, into one SM; H200
+_LAUNCH, _REDUCTION = 2.5, 1.7  # µs
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Config:
 
 
 CONFIGS = (
-    Config(),
     Config(stages=2),
+    Config(),
     Config(warps=4, stages=6),
     Config(warps=4, dense_tiles=5, stages=4),
     Config(warps=4, programs_per_sm=2),
@@ -126,7 +126,11 @@ def fits(launch: Launch, config: Config) -> bool:
 
 
 def estimate(problem: Problem, launch: Launch) -> float:
-    """µs from bytes: of W from memory; of W, X and partial sums through L2."""
+    """µs from bytes: of W from memory; of W, X and partial sums through L2.
+
+    On 24 measured problems (Qwen3-32B on H200, M = 1, 16, 32) the candidate with the lowest
+    estimate was 4 % slower than the best one on average.
+    """
     cut, m = launch.cut, problem.m
     size = problem.layout.weight_dtype.itemsize
     per_weight = {RegionKind.SPARSE_24: size / 2 + 0.125, RegionKind.DENSE: size}
@@ -141,7 +145,19 @@ def estimate(problem: Problem, launch: Launch) -> float:
     busy = max(
         weights * (0.8 + 0.2 * idle) / _DRAM, (weights + x + partial) / _L2, (weights + x) / spread
     )
+    busy *= _arithmetic(launch, programs)
     return busy + _LAUNCH + (_REDUCTION if cut.split > 1 else 0)
+
+
+def _arithmetic(launch: Launch, programs: int) -> float:
+    """What is not bytes, seen on H200: more tokens want 8 warps an SM, and 4 or 5 tiles a group."""
+    cut = launch.cut
+    warps = cut.warps * (2 if programs > PROCESSORS else 1)
+    tiles = min(k.tiles for k in (cut.sparse, cut.dense) if k.regions)
+    more = cut.token_tiles - 1
+    factor = 1 + 0.08 * more * abs(8 / warps - 1 if warps < 8 else warps / 8 - 1)
+    factor += 0.04 * more * max(0, 4 - tiles)
+    return factor + (1 if tiles * cut.token_tiles > 20 else 0)  # sums no longer fit in registers
 
 
 def _groups(regions: list[Region], tiles: int) -> int:
