@@ -114,7 +114,7 @@ def main(
             dense, checkpoints or [], TextSource(text), samples, length, seed, device, names, limit
         )
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     Console().print(table(rows))
     print(f"{rows[0]['tokens']} predicted tokens of {text}; KL in nats per token")

@@ -153,14 +153,14 @@ def main(
         with progress_bars(console) as progress:
             report = prune(model, out, settings, gguf_file, resume, progress)
     except ValueError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     console.print(summary(report))
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
+        typer.secho(f"warning: {warning}", fg="yellow")
     if report.resumed_blocks:
-        console.print(f"{report.resumed_blocks} blocks were taken over from the interrupted run")
-    console.print(
+        typer.echo(f"{report.resumed_blocks} blocks were taken over from the interrupted run")
+    typer.echo(
         f"{out}: {report.bytes / 2**20:.1f} MiB (dense {report.dense_bytes / 2**20:.1f} MiB), "
         f"{sum(report.seconds.values()):.0f} s. Report: {out / 'spense' / 'report.md'}"
     )

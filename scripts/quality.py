@@ -109,7 +109,7 @@ def main(
         )
         rows = measure(model, settings, text, (test_samples, test_length), names)
     except ValueError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     Console().print(table(rows))
     print(f"dense PPL {rows[0]['dense_ppl']}")
