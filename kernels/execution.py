@@ -51,7 +51,7 @@ def _warn_unmeasured(region: Region, dtype: torch.dtype, device: int) -> None:
     logger.warning(
         "%s has not been measured on %s in %s; the choice for the nearest shape is taken. To "
         "measure it: python scripts/tune.py MODEL",
-        *(f"{region.kind.value} region [{region.rows}, {region.cols}]",),
+        *(f"{region.label} region [{region.rows}, {region.cols}]",),
         *(torch.cuda.get_device_name(device), dtype),
     )
 

@@ -71,7 +71,7 @@ def parse_candidate(name: str) -> tuple[str, Config]:
 
 def layer_key(layout: Layout) -> str:
     """N×K and the regions of a layer, as tables name it: "1536x576 sparse_24 1152x576 + …"."""
-    regions = " + ".join(f"{r.kind.value} {r.rows}x{r.cols}" for r in layout.regions)
+    regions = " + ".join(f"{r.label} {r.rows}x{r.cols}" for r in layout.regions)
     return f"{layout.n}x{layout.k} {regions}"
 
 
@@ -83,7 +83,7 @@ def _region_key(problem: Problem) -> RegionKey:
     region, layout = problem.region, problem.layout
     part = (region.rows, region.cols) != (layout.n, layout.k)
     dtypes = _short(layout.weight_dtype), _short(problem.out_dtype)
-    return (region.kind.value, region.rows, region.cols, part, *dtypes)
+    return (region.label, region.rows, region.cols, part, *dtypes)
 
 
 def _distance(a: float, b: float) -> float:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from vllm_spense.format import sparse24
 from vllm_spense.format.partition import META_GROUP, RegionKind
+from vllm_spense.format.planes import expand_region
+from vllm_spense.format.tiles import INDEX_DTYPE, Tiles
 from vllm_spense.kernels import ops, timing
 from vllm_spense.kernels.problem import Layout, Region
 
@@ -35,10 +37,32 @@ def random_planes(region: Region, dtype: torch.dtype, device: Device) -> tuple[T
     spread = 100.0 if dtype == FP8 else 0.02
     if region.kind is RegionKind.DENSE:
         return (_random((region.rows, region.cols), spread, dtype, device),)
+    if region.tiles is not None:
+        return _random_tiles(region.rows, region.tiles, spread, dtype, device)
     valid = torch.tensor(sparse24.VALID_NIBBLES, dtype=torch.uint8, device=device)
     shape = (region.rows, region.cols // META_GROUP)
     low, high = (valid[torch.randint(6, shape, device=device)] for _ in range(2))
     return _random((region.rows, region.cols // 2), spread, dtype, device), low | high << 4
+
+
+def _random_tiles(
+    rows: int, tiles: Tiles, spread: float, dtype: torch.dtype, device: Device
+) -> tuple[Tensor, ...]:
+    order = torch.rand(rows // tiles.rows, tiles.k_shards, tiles.shard_total, device=device)
+    kept = order.argsort(-1)[..., : tiles.shard_kept].sort(-1).values
+    index = kept.reshape(-1, tiles.kept).to(INDEX_DTYPE)
+    return _random((rows, tiles.stored_columns), spread, dtype, device), index
+
+
+def _rows_of(region: Region, planes: tuple[Tensor, ...], first: int, size: int) -> Tensor:
+    """Rows first … first+size of a region, dense."""
+    if region.tiles is None:
+        return expand_region(region.kind, tuple(plane[first : first + size] for plane in planes))
+    step = region.tiles.rows
+    blocks = slice(first // step, -(-(first + size) // step))
+    values, index = planes[0][blocks.start * step : blocks.stop * step], planes[1][blocks]
+    dense = expand_region(region.kind, (values, index), region.tiles)
+    return dense[first % step : first % step + size]
 
 
 @dataclass
@@ -86,7 +110,6 @@ class Operands:
             if not region.y_start <= start < region.y_stop:
                 continue
             first = start - region.y_start
-            parts = [plane[first : first + size] for plane in self.planes[index]]
-            weight = sparse24.expand(*parts) if len(parts) == 2 else parts[0]
+            weight = _rows_of(region, self.planes[index], first, size)
             total += x[:, region.x_start : region.x_stop].float() @ weight.float().t()
         return total

@@ -25,11 +25,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_spense.format import sparse24
 from vllm_spense.format.partition import RegionKind
+from vllm_spense.format.planes import expand_region
 from vllm_spense.kernels import cusparselt, dispatch, execution, reference
 from vllm_spense.kernels.layouts import Blob24
 from vllm_spense.kernels.problem import Layout
+from vllm_spense.kernels.tile_layout import TileBlob
 
 __all__ = ["alpha_for", "can_run", "linear", "linear_raw", "prepare", "register"]
 
@@ -67,13 +68,15 @@ def prepare(
     """Kernel tensors of a layer, one per region.
 
     Args:
-        planes: per region (values [rows, cols/2], meta [rows, cols/8]) or (weight [rows, cols],).
+        planes: per region (values [rows, cols/2], meta [rows, cols/8]), (tiles, tile index) as
+            `format/tiles.py` has them, or (weight [rows, cols],).
         device: where they shall be; by default where the planes are.
         dense_copy: append the dense weight [N, K] as well, which the op then uses where that is
             faster; tensors of dense regions with whole rows are views of it.
 
     Returns:
-        2:4 regions: a flat uint8 buffer (`layouts.Blob24`); dense ones: [rows, cols] contiguous.
+        2:4 regions and zero tiles: a flat uint8 buffer (`layouts.Blob24`, `tile_layout.TileBlob`);
+        dense ones: [rows, cols] contiguous.
     """
     if len(planes) != len(layout.regions):
         raise ValueError(f"{len(planes)} sets of planes for {len(layout.regions)} regions")
@@ -88,7 +91,8 @@ def prepare(
         elif region.kind is RegionKind.DENSE:
             weights.append(_prepare_dense(region.rows, region.cols, layout, *on_device))
         else:
-            raise ValueError(f"{region}: no kernel for this kind yet")
+            blob = TileBlob(region.rows, region.tiles, layout.weight_dtype)
+            weights.append(blob.pack(*on_device))
     return weights
 
 
@@ -104,7 +108,7 @@ def _prepare_with_copy(
             if part.is_contiguous():
                 weights[i] = part
         else:
-            part.copy_(sparse24.expand(*parts))
+            part.copy_(expand_region(region.kind, parts, region.tiles))
     return [*weights, copy]
 
 

@@ -13,12 +13,17 @@ from itertools import combinations
 import torch
 
 from vllm_spense.format.partition import META_GROUP, RegionKind
+from vllm_spense.format.tiles import Tiles
 
 __all__ = ["Config", "Layout", "Problem", "Region", "padded_rows"]
 
 _CODES = {RegionKind.DENSE: 0, RegionKind.SPARSE_24: 1, RegionKind.ZERO_TILES: 2}
 _KINDS = {code: kind for kind, code in _CODES.items()}
 _FIELDS = 5  # integers per region: kind, y_start, rows, x_start, cols
+# A kind of zero tiles carries the tiles: bits 8 … tile rows / 64, tile columns / 64, K-shards,
+# kept tiles. Their number in all follows from cols.
+_TILE_UNIT = 64
+_TILE_BITS = ((8, 4), (12, 4), (16, 8), (24, 24))  # (shift, bits)
 Config = tuple[tuple[str, int | str], ...]  # parameters of a path: (name, value) pairs
 ROW_STEP = 16  # sparse library GEMMs take M in multiples of this
 
@@ -30,13 +35,25 @@ def padded_rows(m: int) -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """Rows y_start … y_start+rows and columns x_start … x_start+cols of W, all of one kind."""
+    """Rows y_start … y_start+rows and columns x_start … x_start+cols of W, all of one kind.
+
+    `tiles` says how zero tiles are cut; other kinds have none.
+    """
 
     kind: RegionKind
     y_start: int
     rows: int
     x_start: int
     cols: int
+    tiles: Tiles | None = None
+
+    @property
+    def label(self) -> str:
+        """The kind as tables and logs name it: zero tiles with their size and share."""
+        if self.tiles is None:
+            return self.kind.value
+        tiles = self.tiles
+        return f"{self.kind.value}_{tiles.rows}x{tiles.cols}_{tiles.kept}of{tiles.total}"
 
     @property
     def y_stop(self) -> int:
@@ -91,6 +108,10 @@ class Layout:
             raise ValueError(f"{region} lies outside [{self.n}, {self.k}] or is empty")
         if region.kind is RegionKind.SPARSE_24 and region.cols % META_GROUP:
             raise ValueError(f"{region}: columns of a 2:4 region are multiples of {META_GROUP}")
+        if (region.kind is RegionKind.ZERO_TILES) != (region.tiles is not None):
+            raise ValueError(f"{region}: zero tiles, and no other kind, say how they are cut")
+        if region.tiles is not None:
+            region.tiles.check(region.rows, region.cols)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -113,7 +134,7 @@ class Layout:
         return [
             value
             for r in self.regions
-            for value in (_CODES[r.kind], r.y_start, r.rows, r.x_start, r.cols)
+            for value in (_code(r), r.y_start, r.rows, r.x_start, r.cols)
         ]
 
     @staticmethod
@@ -123,11 +144,33 @@ class Layout:
             raise ValueError(f"{len(ints)} integers describe no regions: {_FIELDS} per region")
         regions = []
         for i in range(0, len(ints), _FIELDS):
-            code, *rest = ints[i : i + _FIELDS]
-            if code not in _KINDS:
-                raise ValueError(f"region kind {code} is unknown; known: {sorted(_KINDS)}")
-            regions.append(Region(_KINDS[code], *rest))
+            regions.append(_region(*ints[i : i + _FIELDS]))
         return Layout(n, k, tuple(regions), weight_dtype)
+
+
+def _code(region: Region) -> int:
+    code, tiles = _CODES[region.kind], region.tiles
+    if tiles is None:
+        return code
+    sizes = (tiles.rows // _TILE_UNIT, tiles.cols // _TILE_UNIT, tiles.k_shards, tiles.kept)
+    for value, (shift, bits) in zip(sizes, _TILE_BITS, strict=True):
+        assert 0 < value < 1 << bits, tiles
+        code |= value << shift
+    return code
+
+
+def _region(code: int, y_start: int, rows: int, x_start: int, cols: int) -> Region:
+    kind = _KINDS.get(code & 0xFF)
+    if kind is None or (code >> 8 and kind is not RegionKind.ZERO_TILES):
+        raise ValueError(f"region kind {code} is unknown; known: {sorted(_KINDS)}")
+    if kind is not RegionKind.ZERO_TILES:
+        return Region(kind, y_start, rows, x_start, cols)
+    sizes = [code >> shift & ((1 << bits) - 1) for shift, bits in _TILE_BITS]
+    tile_rows, tile_cols, shards, kept = sizes[0] * _TILE_UNIT, sizes[1] * _TILE_UNIT, *sizes[2:]
+    total = cols // tile_cols if tile_cols else 0
+    return Region(
+        kind, y_start, rows, x_start, cols, Tiles(tile_rows, tile_cols, kept, total, shards)
+    )
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_spense.format import sparse24
 from vllm_spense.format.partition import RegionKind
+from vllm_spense.format.planes import expand_region
 from vllm_spense.kernels.layouts import Blob24
 from vllm_spense.kernels.problem import Layout
+from vllm_spense.kernels.tile_layout import TileBlob
 
 __all__ = ["apply_scales", "expand", "expand_planes", "linear_raw"]
 
@@ -28,10 +29,10 @@ Planes = tuple[Tensor, ...]
 def expand_planes(
     layout: Layout, planes: Sequence[Planes], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """W [n, k] in `dtype`, unscaled, from each region's (values, meta) or (weight,)."""
+    """W [n, k] in `dtype`, unscaled, from each region's planes."""
     weight = torch.zeros(layout.n, layout.k, dtype=dtype, device=planes[0][0].device)
     for region, parts in zip(layout.regions, planes, strict=True):
-        dense = sparse24.expand(*parts) if region.kind is RegionKind.SPARSE_24 else parts[0]
+        dense = expand_region(region.kind, parts, region.tiles)
         weight[region.y_start : region.y_stop, region.x_start : region.x_stop] = dense.to(dtype)
     return weight
 
@@ -42,6 +43,9 @@ def expand(layout: Layout, weights: Sequence[Tensor], dtype: torch.dtype = torch
     for region, weight in zip(layout.regions, weights, strict=True):
         if region.kind is RegionKind.SPARSE_24:
             planes.append(Blob24(region.rows, region.cols, layout.weight_dtype).unpack(weight))
+        elif region.kind is RegionKind.ZERO_TILES:
+            blob = TileBlob(region.rows, region.tiles, layout.weight_dtype)
+            planes.append(blob.unpack(weight))
         else:
             planes.append((weight,))
     return expand_planes(layout, planes, dtype)

@@ -96,7 +96,7 @@ class Tuner:
         region, layout = problem.region, problem.layout
         part = (region.rows, region.cols) != (layout.n, layout.k)
         dtypes = DTYPES[layout.weight_dtype], DTYPES[self._out_dtype]
-        shape = (region.kind.value, region.rows, region.cols, part)
+        shape = (region.label, region.rows, region.cols, part)
         self.table.add(RegionRow(*dtypes, m, us, *shape) for m, us in found.items() if us)
 
     def _region(self, problem: Problem, operands: Operands, only: set[str] | None) -> Times:
@@ -127,7 +127,7 @@ class Tuner:
         best = sorted(captured, key=first.__getitem__)[:_KEEP]
         samples = timing.alternate({name: captured[name] for name in best}, self._repetitions)
         times = {name: round(sample.median, 2) for name, sample in samples.items()}
-        self._report(f"{problem.region.kind.value} {problem.region.rows}x{problem.region.cols} "
+        self._report(f"{problem.region.label} {problem.region.rows}x{problem.region.cols} "
                      f"M={problem.m} {times}")  # fmt: skip
         return times
 

@@ -6,6 +6,7 @@ import torch
 
 from vllm_spense.format.partition import Partition, RegionKind, Segment, hybrid_segments
 from vllm_spense.format.schema import SpenseQuantization, make_quantization
+from vllm_spense.format.tiles import Tiles
 
 FP8 = torch.float8_e4m3fn
 MLP = "model.layers.0.mlp"
@@ -55,6 +56,18 @@ def test_bf16_has_no_quantization_arguments():
     assert SpenseQuantization.parse(config.to_dict()) == config
 
 
+def test_tiles_are_stored_with_their_segment_and_nowhere_else():
+    tiles = Tiles(**TILES)
+    down = Partition("input", (Segment(RegionKind.ZERO_TILES, 512, tiles),))
+    stored = make_quantization(FP8, {"a.down_proj": down}, [], {}).to_dict()
+    assert stored["groups"]["group_0"]["segments"] == [
+        {"kind": "zero_tiles", "size": 512, "tiles": TILES}
+    ]
+    assert SpenseQuantization.parse(stored).partition_of("a.down_proj") == down
+    for group in example().to_dict()["groups"].values():
+        assert all(set(segment) == {"kind", "size"} for segment in group["segments"])
+
+
 def set_at(config, path, value):
     *parents, last = path
     for key in parents:
@@ -63,6 +76,7 @@ def set_at(config, path, value):
 
 
 SEGMENTS = ("groups", "group_0", "segments")
+TILES = {"rows": 64, "cols": 64, "kept": 4, "total": 8, "k_shards": 2}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +96,11 @@ SEGMENTS = ("groups", "group_0", "segments")
         (("activations", "strategy"), "tensor", "activations: strategy tensor with dynamic=True"),
         (("kv_cache_scheme",), {"num_bits": 8, "type": "float"}, "kv_cache_scheme is reserved"),
         ((*SEGMENTS, 0, "kind"), "sparse_48", "segments.0.kind"),
-        ((*SEGMENTS, 0, "kind"), "zero_tiles", "'zero_tiles' is reserved"),
+        ((*SEGMENTS, 0, "kind"), "zero_tiles", "group_0: .*kind zero_tiles has no 'tiles'"),
+        ((*SEGMENTS, 0, "tiles"), TILES, "group_0: .*kind sparse_24 has 'tiles'"),
+        ((*SEGMENTS, 0, "tiles"), {"rows": 64}, "tiles.cols: Field required"),
+        ((*SEGMENTS, 0, "tiles"), TILES | {"depth": 1}, "tiles.depth: Extra inputs"),
+        ((*SEGMENTS, 0, "tiles"), TILES | {"cols": 96}, "tiles: .*tiles of 64x96; known"),
         ((*SEGMENTS, 0, "size"), 0, "segments.0.size"),
         ((*SEGMENTS, 0, "size"), -8, "segments.0.size"),
         (SEGMENTS, [], "segments: List should have at least 1"),

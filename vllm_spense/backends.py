@@ -18,9 +18,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 from vllm_spense import compat
-from vllm_spense.format import sparse24
 from vllm_spense.format.fp8 import FP8
 from vllm_spense.format.partition import RegionKind
+from vllm_spense.format.planes import expand_region
 from vllm_spense.fused import FusedLayer
 from vllm_spense.kernels import dispatch, ops
 from vllm_spense.kernels.problem import Layout
@@ -174,12 +174,12 @@ def choose(fused: FusedLayer, dtype: torch.dtype, device: torch.device) -> Backe
 def _plan_regions(
     layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> tuple[Layout | None, list[str]]:
-    """The layout with refused 2:4 regions made dense (None if that is refused too), and why."""
+    """The layout with refused regions made dense (None if that is refused too), and why."""
     capability = torch.cuda.get_device_capability(device)
     refusals = dispatch.region_refusals(layout, dtype, capability)
     reasons = [reason for reason in refusals if reason]
     regions = tuple(
-        replace(region, kind=RegionKind.DENSE) if refusal else region
+        replace(region, kind=RegionKind.DENSE, tiles=None) if refusal else region
         for region, refusal in zip(layout.regions, refusals, strict=True)
     )
     planned = replace(layout, regions=regions)
@@ -193,9 +193,9 @@ def _plan_regions(
 def _as_planned(
     stored: Layout, planned: Layout, planes: list[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    """Expand the planes of regions that are 2:4 on disk and dense in the plan."""
+    """Expand the planes of regions that are sparse on disk and dense in the plan."""
     return [
-        (sparse24.expand(*parts),) if before.kind is not after.kind else parts
+        (expand_region(before.kind, parts, before.tiles),) if before != after else parts
         for before, after, parts in zip(stored.regions, planned.regions, planes, strict=True)
     ]
 

@@ -15,10 +15,20 @@ import torch
 from torch import Tensor
 
 from vllm_spense.format.partition import META_GROUP, Partition, RegionKind, Segment
-from vllm_spense.format.planes import TensorSpec, decode, dense_planes, row_scale, specs
+from vllm_spense.format.planes import (
+    TensorSpec,
+    decode,
+    dense_planes,
+    plane_names,
+    row_scale,
+    specs,
+)
+from vllm_spense.format.tiles import Tiles
 from vllm_spense.kernels.problem import Layout, Region
 
 __all__ = ["FusedLayer", "LocalPlane"]
+
+_OP_ORDER = (RegionKind.SPARSE_24, RegionKind.ZERO_TILES, RegionKind.DENSE)
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,23 @@ class FusedLayer:
         """From partitions of the whole modules and this rank's sizes.
 
         Raises:
-            ValueError: a segment does not divide evenly; names the module and sizes that do.
+            ValueError: a segment does not divide evenly; names the module and sizes that do. Or
+                modules whose zero tiles are cut differently.
         """
         local = tuple(
-            _divide(partition, n if partition.split == "output" else cols, module)
+            _divide(partition, n if partition.split == "output" else cols, cols, module)
             for module, partition, n in zip(modules, partitions, rows, strict=True)
         )
+        cuts = {module: p.tiles for module, p in zip(modules, local, strict=True) if p.tiles}
+        if len(set(cuts.values())) > 1:
+            found = ", ".join(f"{module}: {tiles}" for module, tiles in cuts.items())
+            raise ValueError(f"a fused layer has one cut into tiles; found: {found}")
         return cls(modules, local, rows, cols, weight_dtype)
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """How regions of zero tiles are cut, if there are any."""
+        return next((p.tiles for p in self.partitions if p.tiles), None)
 
     def _module_specs(self) -> list[dict[str, TensorSpec]]:
         return [
@@ -112,7 +132,7 @@ class FusedLayer:
         return None if scales[0] is None else torch.cat(scales)
 
     def layout(self) -> Layout:
-        """What the op computes. All 2:4 rows come before all dense ones, so that gate and up
+        """What the op computes. All sparse rows come before all dense ones, so that gate and up
         take one call of each kind; `slices` brings the product back into the order of Y."""
         regions = tuple(region for region, _ in self._joined())
         return Layout(sum(self.rows), self.cols, regions, self.weight_dtype)
@@ -121,13 +141,17 @@ class FusedLayer:
         """The planes of each region of `layout`, joined where regions were."""
         views = self.module_planes(planes)
         found = []
-        for region, pieces in self._joined():
-            parts = [_region_planes(views[piece.module], region.kind) for piece in pieces]
+        for _, pieces in self._joined():
+            parts = [self._region_planes(views, piece) for piece in pieces]
             if len(parts) == 1:
                 found.append(parts[0])
             else:
                 found.append(tuple(torch.cat(same) for same in zip(*parts, strict=True)))
         return found
+
+    def _region_planes(self, views: list[dict[str, Tensor]], piece: _Piece) -> tuple[Tensor, ...]:
+        names = plane_names(self.partitions[piece.module], piece.region.kind)
+        return tuple(views[piece.module][name] for name in names)
 
     def slices(self) -> tuple[tuple[int, int], ...]:
         """(first, size) of channels of the op's product that make up Y in order; () if it is Y."""
@@ -154,10 +178,11 @@ class FusedLayer:
         y_start = 0
         for module, (partition, rows) in enumerate(zip(self.partitions, self.rows, strict=True)):
             for kind, (start, size) in partition.spans().items():
+                tiles = partition.tiles if kind is RegionKind.ZERO_TILES else None
                 if partition.split == "output":
-                    region = Region(kind, y_start + start, size, 0, self.cols)
+                    region = Region(kind, y_start + start, size, 0, self.cols, tiles)
                 else:
-                    region = Region(kind, y_start, rows, start, size)
+                    region = Region(kind, y_start, rows, start, size, tiles)
                 found.append(_Piece(module, region))
             y_start += rows
         return found
@@ -165,7 +190,7 @@ class FusedLayer:
     def _in_op_order(self) -> list[_Piece]:
         pieces = self._pieces()
         if any(p.split == "output" and p.single is None for p in self.partitions):
-            pieces.sort(key=lambda piece: piece.region.kind is not RegionKind.SPARSE_24)
+            pieces.sort(key=lambda piece: _OP_ORDER.index(piece.region.kind))
         return pieces
 
     def _joined(self) -> list[tuple[Region, list[_Piece]]]:
@@ -195,44 +220,55 @@ class _Piece:
 
 def _continues(last: Region, region: Region) -> bool:
     """Whether `region` is of the same kind and columns, right below `last`."""
-    same = (last.kind, last.x_start, last.cols) == (region.kind, region.x_start, region.cols)
+    same = replace(last, y_start=0, rows=0) == replace(region, y_start=0, rows=0)
     return same and last.y_start + last.rows == region.y_start
 
 
-def _region_planes(views: Mapping[str, Tensor], kind: RegionKind) -> tuple[Tensor, ...]:
-    if kind is RegionKind.SPARSE_24:
-        return views["weight_values"], views["weight_meta"]
-    return (views["weight_dense"] if "weight_dense" in views else views["weight"],)
-
-
-def _divide(partition: Partition, local: int, module: str) -> Partition:
-    """Shrink a partition of the whole dimension to `local` channels."""
+def _divide(partition: Partition, local: int, cols: int, module: str) -> Partition:
+    """Shrink a partition of the whole dimension to `local` channels, of a K of `cols`."""
     total = partition.total
     parts = total // local
     for segment in partition.segments:
-        step = META_GROUP if _packs_input(partition, segment) else 1
+        step = _step(partition, segment)
         if total % local or segment.size % (parts * step):
             raise ValueError(
                 f"{module}: {segment.size} channels of kind {segment.kind.value} do not divide "
                 f"over {parts} ranks in steps of {step}; tensor parallel sizes that work here: "
                 f"{_possible(partition)}"
             )
+    along = parts if partition.split == "input" else None
     return Partition(
-        partition.split, tuple(Segment(s.kind, s.size // parts) for s in partition.segments)
+        partition.split,
+        tuple(
+            Segment(s.kind, s.size // parts, _local_tiles(s.tiles, along, cols, module))
+            for s in partition.segments
+        ),
     )
 
 
-def _packs_input(partition: Partition, segment: Segment) -> bool:
-    return partition.split == "input" and segment.kind is RegionKind.SPARSE_24
+def _step(partition: Partition, segment: Segment) -> int:
+    """Channels along the split that must stay together."""
+    if segment.tiles is not None:
+        by_input = segment.tiles.shard_total * segment.tiles.cols
+        return by_input if partition.split == "input" else segment.tiles.rows
+    packed = partition.split == "input" and segment.kind is RegionKind.SPARSE_24
+    return META_GROUP if packed else 1
+
+
+def _local_tiles(tiles: Tiles | None, parts: int | None, cols: int, module: str) -> Tiles | None:
+    """Tiles of one of `parts` ranks; None: of as many as a K of `cols` is a part of the whole."""
+    if tiles is None:
+        return None
+    try:
+        return tiles.divide_columns(parts or max(1, tiles.columns // cols))
+    except ValueError as error:
+        raise ValueError(f"{module}: {error}") from None
 
 
 def _possible(partition: Partition) -> str:
     sizes = [
         size
         for size in range(1, 65)
-        if all(
-            s.size % (size * (META_GROUP if _packs_input(partition, s) else 1)) == 0
-            for s in partition.segments
-        )
+        if all(s.size % (size * _step(partition, s)) == 0 for s in partition.segments)
     ]
     return ", ".join(map(str, sizes))

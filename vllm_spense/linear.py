@@ -75,10 +75,12 @@ class SpenseLinearMethod(LinearMethodBase):
         """Refuse what was not loaded or is not valid, then let the backend take over."""
         planes = {name: getattr(layer, name).data for name in self._fused.planes()}
         if self._dummy:
-            fill_dummy(planes)
-        for module, views in zip(self._modules, self._fused.module_planes(planes), strict=True):
+            fill_dummy(planes, self._fused.tiles)
+        fused = self._fused
+        parts = zip(self._modules, fused.module_planes(planes), fused.partitions, strict=True)
+        for module, views, partition in parts:
             for name, tensor in views.items():
-                verify_contents(name, tensor, module)
+                verify_contents(name, tensor, module, partition)
         if self._backend is None:
             self._backend = backends.choose(self._fused, self._dtype, layer_device(planes))
             compat.remember_choice(self._vllm_config, self._modules[0], self._backend.identity)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from vllm_spense.format.tiles import INDEX_DTYPE
+
 __all__ = ["PlaneParameter"]
 
 _QKV = {"q": 0, "k": 1, "v": 2}
@@ -78,9 +80,11 @@ class PlaneParameter(ModelWeightParameter):
 
 
 def poisoned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A plane that no check will let pass until it has been loaded: NaN, or metadata 0x00."""
+    """A plane that no check will let pass until it is loaded: NaN, metadata 0x00, index −1."""
     if dtype == torch.uint8:
         return torch.zeros(shape, dtype=dtype)
+    if dtype == INDEX_DTYPE:
+        return torch.full(shape, -1, dtype=dtype)
     if dtype == torch.float8_e4m3fn:
         return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
     return torch.full(shape, float("nan"), dtype=dtype)

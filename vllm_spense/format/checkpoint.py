@@ -180,14 +180,15 @@ class Checkpoint:
 
     def verified_planes(self, module: str) -> dict[str, Tensor]:
         """`planes`, refused if a number in them is not valid."""
-        planes = self.planes(module)
+        planes, (partition, _) = self.planes(module), self._modules[module]
         for plane, tensor in planes.items():
-            verify_contents(plane, tensor, module)
+            verify_contents(plane, tensor, module, partition)
         return planes
 
 
 _PLANES = ("weight_values", "weight_meta", "weight_dense", "weight_scale", "weight_values_scale",
-           "weight_dense_scale", "weight")  # fmt: skip
+           "weight_dense_scale", "weight", "weight_tiles", "weight_tile_index",
+           "weight_tiles_scale")  # fmt: skip
 
 
 def _modules(
@@ -240,6 +241,11 @@ def _shape(partition: Partition, planes: Mapping[str, TensorSpec], module: str) 
             if partition.split == "output":
                 return partition.total, cols * factor
             return rows, partition.total
+    tiles = partition.tiles
+    if tiles and "weight_tiles" in planes and len(planes["weight_tiles"].shape) == 2:
+        if partition.split == "output":
+            return partition.total, tiles.columns
+        return planes["weight_tiles"].shape[0], partition.total
     raise ValueError(f"{module} has no weight plane; found: {sorted(planes)}")
 
 

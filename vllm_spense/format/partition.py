@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from vllm_spense.format.tiles import Tiles
+
 __all__ = ["Partition", "RegionKind", "Segment", "Split", "hybrid_segments"]
 
 Split = Literal["output", "input"]
@@ -32,10 +34,14 @@ class RegionKind(str, Enum):
 
 @dataclass(frozen=True)
 class Segment:
-    """`size` consecutive channels (rows if output-split, columns if input-split) of one kind."""
+    """`size` consecutive channels (rows if output-split, columns if input-split) of one kind.
+
+    `tiles` says how a region of zero tiles is cut; other kinds have none.
+    """
 
     kind: RegionKind
     size: int
+    tiles: Tiles | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class Partition:
         for segment in self.segments:
             if segment.size <= 0:
                 raise ValueError(f"segment of kind {segment.kind.value} has size {segment.size}")
+            if (segment.kind is RegionKind.ZERO_TILES) != (segment.tiles is not None):
+                given = "no 'tiles'" if segment.tiles is None else "'tiles'"
+                raise ValueError(
+                    f"segment of kind {segment.kind.value} has {given}; only zero_tiles has them"
+                )
         kinds = [segment.kind for segment in self.segments]
         if len(set(kinds)) != len(kinds):
             raise ValueError(
@@ -78,6 +89,11 @@ class Partition:
         """The kind, if there is only one region; else None."""
         return self.segments[0].kind if len(self.segments) == 1 else None
 
+    @property
+    def tiles(self) -> Tiles | None:
+        """How the region of zero tiles is cut, if there is one."""
+        return next((s.tiles for s in self.segments if s.tiles is not None), None)
+
     def spans(self) -> dict[RegionKind, tuple[int, int]]:
         """Kind → (first channel, channels), in stored order."""
         spans, start = {}, 0
@@ -87,9 +103,9 @@ class Partition:
         return spans
 
     @classmethod
-    def whole(cls, kind: RegionKind, rows: int) -> Partition:
+    def whole(cls, kind: RegionKind, rows: int, tiles: Tiles | None = None) -> Partition:
         """A partition of one region: all `rows` output channels of one kind."""
-        return cls("output", (Segment(kind, rows),))
+        return cls("output", (Segment(kind, rows, tiles),))
 
 
 def hybrid_segments(size: int, dense_share: float) -> tuple[Segment, ...]:

@@ -7,6 +7,10 @@
                    weight_dense [Nd, K]                            weight_dense_scale [Nd, 1]
     input-split    weight_values [N, Ks/2], weight_meta [N, Ks/8]  weight_scale [N, 1]
                    weight_dense [N, Kd]
+    zero tiles     weight_tiles [N, kept · c],                     weight_scale [N, 1], or
+                   weight_tile_index [N / r, kept] int16           weight_tiles_scale [Nt, 1]
+
+A region of zero tiles (r × c each, `tiles.py`) may stand for the 2:4 one or beside the others.
 
 A scale belongs to the rows of a plane: in an output-split module a rank's rows are a slice of each
 plane and not a slice of the whole. In an input-split module both regions of a row share one scale,
@@ -22,8 +26,9 @@ import torch
 from torch import Tensor
 
 from vllm_spense.format import sparse24
+from vllm_spense.format import tiles as tiled
 from vllm_spense.format.fp8 import FP8, quantize_rows, row_scales
-from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
+from vllm_spense.format.partition import META_GROUP, Partition, RegionKind, Segment
 
 __all__ = [
     "WEIGHT_DTYPES",
@@ -31,6 +36,8 @@ __all__ = [
     "decode",
     "dense_planes",
     "encode",
+    "expand_region",
+    "plane_names",
     "row_scale",
     "specs",
     "verify",
@@ -41,7 +48,7 @@ WEIGHT_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-DENSE, SPARSE_24 = RegionKind.DENSE, RegionKind.SPARSE_24
+DENSE, SPARSE_24, ZERO_TILES = RegionKind.DENSE, RegionKind.SPARSE_24, RegionKind.ZERO_TILES
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,11 @@ def _scale_names(partition: Partition) -> dict[RegionKind, str]:
     """Which plane holds the scales of a region."""
     if partition.split == "input" or partition.single:
         return {segment.kind: "weight_scale" for segment in partition.segments}
-    return {DENSE: "weight_dense_scale", SPARSE_24: "weight_values_scale"}
+    return {
+        DENSE: "weight_dense_scale",
+        SPARSE_24: "weight_values_scale",
+        ZERO_TILES: "weight_tiles_scale",
+    }
 
 
 def _dense_name(partition: Partition) -> str:
@@ -81,7 +92,7 @@ def specs(
 
     Raises:
         ValueError: the segments do not add up to the split dimension, a 2:4 region whose columns
-            are not a multiple of 8, or a region kind that this version cannot store.
+            are not a multiple of 8, or a region that its tiles do not cut evenly.
     """
     along = shape[0] if partition.split == "output" else shape[1]
     if partition.total != along:
@@ -99,7 +110,11 @@ def specs(
             planes["weight_values"] = TensorSpec((rows, cols // 2), weight_dtype)
             planes["weight_meta"] = TensorSpec((rows, cols // META_GROUP), torch.uint8)
         else:
-            raise ValueError(f"region kind {segment.kind.value!r} is reserved, not readable yet")
+            tiles = segment.tiles
+            tiles.check(rows, cols)
+            index = (rows // tiles.rows, tiles.kept)
+            planes["weight_tiles"] = TensorSpec((rows, tiles.stored_columns), weight_dtype)
+            planes["weight_tile_index"] = TensorSpec(index, tiled.INDEX_DTYPE)
         if weight_dtype == FP8:
             planes[_scale_names(partition)[segment.kind]] = TensorSpec((rows, 1), torch.float32)
     return planes
@@ -116,12 +131,13 @@ def encode(
     """Planes of a pruned weight.
 
     Args:
-        weight: [N, K] float; at most two of four consecutive k are nonzero inside 2:4 regions.
+        weight: [N, K] float; at most two of four consecutive k are nonzero inside 2:4 regions, and
+            no more tiles than are kept inside regions of zero tiles.
         weight_dtype: FP8 quantises per output channel (`fp8.py`), otherwise a cast.
 
     Raises:
         ValueError: naming `name`, when the weight is not finite, does not fit the partition, or is
-            not 2:4 where it should be.
+            not sparse where it should be.
     """
     if not torch.isfinite(weight).all():
         raise ValueError(f"{name}: the weight holds NaN or infinity")
@@ -134,13 +150,40 @@ def encode(
             if scales:
                 part = quantize_rows(part, scales[_scale_names(partition)[segment.kind]])
             part = part.to(weight_dtype).contiguous()
-            if segment.kind is DENSE:
-                planes[_dense_name(partition)] = part
-            else:
-                planes["weight_values"], planes["weight_meta"] = sparse24.compress(part)
+            planes |= zip(
+                plane_names(partition, segment.kind), _compress(segment, part), strict=True
+            )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return {plane: planes[plane] for plane in expected}
+
+
+def plane_names(partition: Partition, kind: RegionKind) -> tuple[str, ...]:
+    """The planes that hold the weights of a region, without scales."""
+    if kind is DENSE:
+        return (_dense_name(partition),)
+    if kind is SPARSE_24:
+        return "weight_values", "weight_meta"
+    return "weight_tiles", "weight_tile_index"
+
+
+def _compress(segment: Segment, part: Tensor) -> tuple[Tensor, ...]:
+    if segment.kind is DENSE:
+        return (part,)
+    if segment.kind is SPARSE_24:
+        return sparse24.compress(part)
+    return tiled.compress(part, segment.tiles)
+
+
+def expand_region(
+    kind: RegionKind, parts: tuple[Tensor, ...], tiles: tiled.Tiles | None = None
+) -> Tensor:
+    """The dense weight of a region from its planes, as `plane_names` orders them."""
+    if kind is DENSE:
+        return parts[0]
+    if kind is SPARSE_24:
+        return sparse24.expand(*parts)
+    return tiled.expand(*parts, tiles)
 
 
 def _encode_scales(weight: Tensor, partition: Partition) -> dict[str, Tensor]:
@@ -155,10 +198,8 @@ def dense_planes(planes: Mapping[str, Tensor], partition: Partition) -> dict[str
     dim = 0 if partition.split == "output" else 1
     parts = []
     for segment in partition.segments:
-        if segment.kind is DENSE:
-            parts.append(planes[_dense_name(partition)])
-        else:
-            parts.append(sparse24.expand(planes["weight_values"], planes["weight_meta"]))
+        stored = tuple(planes[name] for name in plane_names(partition, segment.kind))
+        parts.append(expand_region(segment.kind, stored, segment.tiles))
     bits = torch.cat([part.view(_integer(part.dtype)) for part in parts], dim)
     dense = {"weight": bits.view(parts[0].dtype)}
     scale = row_scale(planes, partition)
@@ -199,13 +240,13 @@ def verify(
 
     Raises:
         ValueError: naming `name.plane`: missing, unknown, wrong shape or dtype, metadata that is
-            not two ascending positions, a value that is not finite, a scale that is not finite and
-            positive.
+            not two ascending positions, a tile index out of range or order, a value that is not
+            finite, a scale that is not finite and positive.
     """
     expected = specs(partition, shape, weight_dtype)
     verify_specs({plane: _spec(tensor) for plane, tensor in planes.items()}, expected, name)
     for plane, tensor in planes.items():
-        verify_contents(plane, tensor, name)
+        verify_contents(plane, tensor, name, partition)
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
@@ -225,8 +266,20 @@ def verify_specs(
             raise ValueError(f"{name}.{plane} is {found[plane]}; needed: {spec}")
 
 
-def verify_contents(plane: str, tensor: Tensor, name: str) -> None:
-    """Check the numbers of one plane (`plane` tells what they must be)."""
+def _verify_index(tensor: Tensor, tiles: tiled.Tiles, name: str) -> None:
+    bad = tiled.invalid_index(tensor, tiles)
+    if bad:
+        raise ValueError(
+            f"{name}: index {tensor[bad].item()} at row block {bad[0]}, slot {bad[1]}; needed: "
+            f"0 … {tiles.shard_total - 1}, ascending inside each of {tiles.k_shards} K-shards"
+        )
+
+
+def verify_contents(plane: str, tensor: Tensor, name: str, partition: Partition) -> None:
+    """Check the numbers of one plane of a module (`plane` tells what they must be)."""
+    if plane == "weight_tile_index":
+        _verify_index(tensor, partition.tiles, f"{name}.{plane}")
+        return
     if plane == "weight_meta":
         bad = sparse24.invalid_metadata(tensor)
         if bad:

@@ -12,15 +12,26 @@ announced by `kv_cache_scheme`; other scale layouts by `weights.strategy`; other
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.utils.match import match_name
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from vllm_spense.format.partition import Partition, RegionKind, Segment
 from vllm_spense.format.planes import WEIGHT_DTYPES
+from vllm_spense.format.tiles import Tiles
 
 __all__ = ["FORMAT_VERSION", "METHOD", "ModuleGroup", "SpenseQuantization", "make_quantization"]
 
@@ -35,9 +46,47 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class TilesModel(_Strict):
+    """`tiles.Tiles`: tiles of rows × cols, `kept` of `total` along K in every row block."""
+
+    rows: int
+    cols: int
+    kept: int
+    total: int
+    k_shards: int
+
+    @model_validator(mode="after")
+    def _possible(self) -> TilesModel:
+        _ = self.tiles
+        return self
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.rows, self.cols, self.kept, self.total, self.k_shards)
+
+
 class SegmentModel(_Strict):
+    """`partition.Segment`; the key `tiles` exists for kind `zero_tiles` alone."""
+
     kind: RegionKind
     size: int = Field(gt=0)
+    tiles: TilesModel | None = None
+
+    @classmethod
+    def of(cls, segment: Segment) -> SegmentModel:
+        tiles = None if segment.tiles is None else TilesModel(**asdict(segment.tiles))
+        return cls(kind=segment.kind, size=segment.size, tiles=tiles)
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(self.kind, self.size, self.tiles and self.tiles.tiles)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_tiles(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        stored = handler(self)
+        if self.tiles is None:
+            del stored["tiles"]
+        return stored
 
 
 class ModuleGroup(_Strict):
@@ -49,14 +98,10 @@ class ModuleGroup(_Strict):
 
     @property
     def partition(self) -> Partition:
-        return Partition(self.split, tuple(Segment(s.kind, s.size) for s in self.segments))
+        return Partition(self.split, tuple(model.segment for model in self.segments))
 
     @model_validator(mode="after")
     def _partition_is_possible(self) -> ModuleGroup:
-        if any(segment.kind is RegionKind.ZERO_TILES for segment in self.segments):
-            raise ValueError(
-                "kind 'zero_tiles' is reserved; format version 1 does not store it yet"
-            )
         _ = self.partition
         return self
 
@@ -228,7 +273,7 @@ def make_quantization(
             f"group_{i}": ModuleGroup(
                 targets=targets,
                 split=partition.split,
-                segments=[SegmentModel(kind=s.kind, size=s.size) for s in partition.segments],
+                segments=[SegmentModel.of(segment) for segment in partition.segments],
             )
             for i, (partition, targets) in enumerate(by_partition.items())
         },
