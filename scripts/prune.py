@@ -45,6 +45,10 @@ Plain 2:4 in BF16, attention too, calibrated on a file:
 
   python scripts/prune.py MODEL OUT --method sparsegpt --dense-share 0 --attention 2:4 --dtype bf16 --calibration text.txt
 
+Half of the tiles of 64 rows and 128 columns removed:
+
+  python scripts/prune.py MODEL OUT --method blocks --tile 64x128 --sparsity 0.5
+
 From a GGUF file, and continued after an interruption:
 
   python scripts/prune.py FOLDER OUT --gguf-file model.Q4_1.gguf --resume
@@ -92,13 +96,23 @@ def main(
         Method,
         typer.Option(
             help="How weights are chosen. With a dense share above 0 all methods but spensegpt+ "
-            "keep the last channels of the MLP dense; spensegpt+ chooses the channels by score."
+            "keep the last channels of the MLP dense; spensegpt+ chooses the channels by score. "
+            "blocks removes whole tiles instead."
         ),
     ] = Method["spensegpt+"],
     dense_share: Annotated[
-        float,
-        typer.Option(help="Dense part of the intermediate dimension: 0 all 2:4, 1 only quantised."),
-    ] = 0.25,
+        float | None,
+        typer.Option(
+            help="Dense part of the intermediate dimension: 0 all 2:4, 1 only quantised "
+            "(0.25; blocks has none)."
+        ),
+    ] = None,
+    tile: Annotated[
+        str | None, typer.Option(help="Rows x columns of a tile, with blocks (64x128).")
+    ] = None,
+    sparsity: Annotated[
+        float | None, typer.Option(help="Share of tiles that are removed, with blocks (0.5).")
+    ] = None,
     attention: Annotated[
         Attention,
         typer.Option(
@@ -136,12 +150,17 @@ def main(
         bool, typer.Option("--resume", help="Continue an interrupted run from OUT.work.")
     ] = False,
 ) -> None:
-    """Prune a dense model to 2:4 or hybrid sparsity, in one shot, block by block."""
+    """Prune a dense model to 2:4, hybrid or block sparsity, in one shot, layer by layer."""
     console = Console()
+    tiled = method.value == "blocks"
+    if dense_share is None:
+        dense_share = 0.0 if tiled else 0.25
     try:
         settings = PruneSettings(
             method=method.value,
             dense_share=dense_share,
+            tile=(tile or "64x128") if tiled else tile,
+            sparsity=0.5 if tiled and sparsity is None else sparsity,
             attention=attention.value,
             dtype=dtype.value,
             calibration=calibration,

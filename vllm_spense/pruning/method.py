@@ -1,4 +1,4 @@
-"""One weight, one method: from a dense weight and the statistics of its input to a 2:4 weight."""
+"""One weight, one method: from a dense weight and the statistics of its input to a sparse one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_spense.format.partition import Partition, RegionKind
+from vllm_spense.pruning.blocks import prune_tiles, refit
 from vllm_spense.pruning.hessian import InverseFactor, inverse_factor
 from vllm_spense.pruning.scoring import magnitude_scores, prune_by_score, wanda_scores
 from vllm_spense.pruning.settings import PruneSettings
@@ -52,11 +53,13 @@ class InputStatistics:
 def prune_weight(
     weight: Tensor, partition: Partition, statistics: InputStatistics, settings: PruneSettings
 ) -> Tensor:
-    """Prune the 2:4 region of a weight [N, K]; returns float32 [N, K], not yet quantised.
+    """Prune the sparse region of a weight [N, K]; returns float32 [N, K], not yet quantised.
 
     Rows of an output-split weight outside the region stay as they are; columns of an input-split
     weight outside it absorb error (the SparseGPT methods) or stay as they are.
     """
+    if partition.tiles is not None:
+        return _prune_tiles(weight, partition, statistics)
     pruned = weight.float().clone()
     sparse = partition.size_of(RegionKind.SPARSE_24)
     if not sparse:
@@ -74,3 +77,11 @@ def prune_weight(
     else:
         pruned[:rows] = prune_24(part, statistics.factor.upper, columns, settings.block_size)
     return pruned
+
+
+def _prune_tiles(weight: Tensor, partition: Partition, statistics: InputStatistics) -> Tensor:
+    """Remove tiles from a weight that is one region of them."""
+    assert partition.single is RegionKind.ZERO_TILES, partition
+    tiles, factor = partition.tiles, statistics.factor
+    pruned = prune_tiles(weight, factor.upper, tiles)
+    return refit(weight, pruned, statistics.hessian, factor.dampening, tiles.rows)

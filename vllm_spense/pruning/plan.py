@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from vllm_spense.format.partition import Partition, RegionKind, hybrid_segments
+from vllm_spense.format.partition import Partition, RegionKind, Segment, hybrid_segments
 from vllm_spense.format.planes import specs
+from vllm_spense.format.tiles import TILE_SHAPES
 from vllm_spense.pruning.architecture import ATTENTION, MLP, Decoder
+from vllm_spense.pruning.blocks import choose_tiles
 from vllm_spense.pruning.settings import PruneSettings
 
 __all__ = ["PrunePlan", "make_plan"]
+
+MAX_K_SHARDS = 8  # tensor-parallel ranks that may divide K
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ def make_plan(decoder: Decoder, settings: PruneSettings) -> PrunePlan:
     Raises:
         ValueError: naming the projection and the sizes that do not fit.
     """
-    size, share = decoder.intermediate_size, settings.dense_share
-    segments = hybrid_segments(size, share)
-    partitions = {f"mlp.{child}": Partition("output", segments) for child in MLP[:2]}
-    partitions["mlp.down_proj"] = Partition("input", segments)
+    if settings.method == "blocks":
+        partitions, warnings = _tiled_mlp(decoder, settings)
+    else:
+        partitions, warnings = _hybrid_mlp(decoder, settings)
     quantised = settings.weight_dtype == torch.float8_e4m3fn
     kinds = {
         "dense": RegionKind.DENSE if quantised else None,
@@ -68,14 +72,52 @@ def make_plan(decoder: Decoder, settings: PruneSettings) -> PrunePlan:
             partitions[f"self_attn.{child}"] = Partition.whole(kind, rows)
     for child, partition in partitions.items():
         _check(decoder, child, partition, settings)
-    came_out = partitions["mlp.down_proj"].dense_share
-    warnings = ()
-    if abs(came_out - share) > 1e-9:
-        warnings = (
-            f"dense share {share:g} became {came_out:.6g}: {round(came_out * size)} of {size} "
-            "channels, rounded so that regions stay aligned",
-        )
     return PrunePlan(partitions, warnings)
+
+
+def _hybrid_mlp(
+    decoder: Decoder, settings: PruneSettings
+) -> tuple[dict[str, Partition], tuple[str, ...]]:
+    """gate, up and down with one segment list, and what was rounded."""
+    size, share = decoder.intermediate_size, settings.dense_share
+    segments = hybrid_segments(size, share)
+    partitions = {f"mlp.{child}": Partition("output", segments) for child in MLP[:2]}
+    partitions["mlp.down_proj"] = down = Partition("input", segments)
+    if abs(down.dense_share - share) <= 1e-9:
+        return partitions, ()
+    return partitions, (
+        f"dense share {share:g} became {down.dense_share:.6g}: "
+        f"{round(down.dense_share * size)} of {size} channels, rounded so that regions stay "
+        "aligned",
+    )
+
+
+def _tiled_mlp(
+    decoder: Decoder, settings: PruneSettings
+) -> tuple[dict[str, Partition], tuple[str, ...]]:
+    """gate, up and down as one region of zero tiles each; K-shards where ranks divide K."""
+    partitions: dict[str, Partition] = {}
+    warnings = []
+    for child in MLP:
+        linear = decoder.layers[0].mlp.get_submodule(child)
+        row_parallel = child == MLP[2]
+        try:
+            tiles = choose_tiles(
+                settings.tile_shape, linear.in_features, settings.sparsity,
+                MAX_K_SHARDS if row_parallel else 1,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"mlp.{child}: {error}; other tiles: {TILE_SHAPES}") from None
+        size = linear.in_features if row_parallel else linear.out_features
+        segment = Segment(RegionKind.ZERO_TILES, size, tiles)
+        partitions[f"mlp.{child}"] = Partition("input" if row_parallel else "output", (segment,))
+        if abs(tiles.sparsity - settings.sparsity) > 1e-9:
+            warnings.append(
+                f"mlp.{child}: sparsity {settings.sparsity:g} became {tiles.sparsity:.4g}: "
+                f"{tiles.kept} of {tiles.total} tiles are kept, equally many in each of "
+                f"{tiles.k_shards} parts of K"
+            )
+    return partitions, tuple(warnings)
 
 
 def _check(decoder: Decoder, child: str, partition: Partition, settings: PruneSettings) -> None:

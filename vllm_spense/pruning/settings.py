@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from vllm_spense.format.tiles import TILE_SHAPES
 from vllm_spense.pruning.calibration import SELF
 from vllm_spense.pruning.sparsegpt import BLOCK_SIZE
 
 __all__ = ["ATTENTION_MODES", "DTYPES", "METHODS", "PruneSettings"]
 
-METHODS = ("magnitude", "wanda", "sparsegpt", "spensegpt", "spensegpt+")
+METHODS = ("magnitude", "wanda", "sparsegpt", "spensegpt", "spensegpt+", "blocks")
 ATTENTION_MODES = ("dense", "2:4", "keep")
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCH_TOKENS = 4096
@@ -26,8 +27,11 @@ class PruneSettings:
     Attributes:
         method: how weights are chosen. With a dense share above 0, magnitude, wanda and sparsegpt
             keep the last channels dense, as spensegpt does (sparsegpt and spensegpt are then the
-            same thing); spensegpt+ chooses the channels by score and permutes them to the end.
+            same thing); spensegpt+ chooses the channels by score and permutes them to the end;
+            blocks removes whole tiles of the MLP and has no dense share.
         dense_share: dense part of the intermediate dimension, 0 (all 2:4) … 1 (only quantised).
+        tile, sparsity: of blocks alone: rows and columns of a tile, such as `64x128`, and the share
+            of tiles that go.
         attention: `dense` (quantised under FP8, else left as it is), `2:4`, or `keep`.
         dtype: weight dtype, a key of `DTYPES`.
         calibration: `self`, a file, or a data set.
@@ -40,6 +44,8 @@ class PruneSettings:
 
     method: str = "spensegpt+"
     dense_share: float = 0.25
+    tile: str | None = None
+    sparsity: float | None = None
     attention: str = "dense"
     dtype: str = "fp8"
     calibration: str = SELF
@@ -63,6 +69,7 @@ class PruneSettings:
                 )
         if not 0.0 <= self.dense_share <= 1.0:
             raise ValueError(f"dense share {self.dense_share} is outside 0 … 1")
+        self._check_blocks()
         if self.samples < 1 or self.length < 2:
             raise ValueError(
                 f"calibration of {self.samples} samples of {self.length} tokens; needed: at least "
@@ -74,6 +81,26 @@ class PruneSettings:
             raise ValueError(f"block size {self.block_size} is not a positive multiple of 4")
         if self.batch_size < 0:
             raise ValueError(f"batch size {self.batch_size} is negative")
+
+    def _check_blocks(self) -> None:
+        if self.method != "blocks":
+            for key in ("tile", "sparsity"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} {getattr(self, key)}: only method 'blocks' has it")
+            return
+        known = tuple(f"{rows}x{cols}" for rows, cols in TILE_SHAPES)
+        if self.tile not in known:
+            raise ValueError(f"tile {self.tile!r} is not known; needed: one of {known}")
+        if self.sparsity is None or not 0.0 < self.sparsity < 1.0:
+            raise ValueError(f"sparsity {self.sparsity}; needed: a share between 0 and 1")
+        if self.dense_share != 0.0:
+            raise ValueError(f"dense share {self.dense_share}: method 'blocks' has none (0)")
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """Rows and columns of a tile (method blocks)."""
+        rows, _, cols = self.tile.partition("x")
+        return int(rows), int(cols)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -96,5 +123,5 @@ class PruneSettings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+        """JSON-ready; without what the method does not have."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
