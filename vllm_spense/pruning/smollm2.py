@@ -80,8 +80,6 @@ def _save(gguf: Path, out: Path) -> Path:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    del model.config.quantization_config
-    model.hf_quantizer = None  # else save_pretrained asks the GGUF quantiser, which cannot save
     end = tokenizer.eos_token_id  # <|im_end|>; the GGUF file says nothing about sampling
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end
