@@ -16,6 +16,8 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from vllm_spense import compat
 from vllm_spense.format.checkpoint import Checkpoint
+from vllm_spense.format.legacy import METHOD as LEGACY_METHOD
+from vllm_spense.format.legacy import LegacyQuantization, claims
 from vllm_spense.format.schema import METHOD, SpenseQuantization
 from vllm_spense.linear import SpenseLinearMethod
 from vllm_spense.log import info_once, logger
@@ -62,7 +64,21 @@ class SpenseConfig(QuantizationConfig):
         return []
 
     @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim 2:4 checkpoints that compressed-tensors wrote and vLLM does not serve."""
+        if not claims(hf_quant_cfg):
+            return None
+        named = (None, METHOD, LEGACY_METHOD, hf_quant_cfg.get("quant_method"))
+        return METHOD if user_quant in named else None
+
+    @classmethod
     def from_config(cls, config: dict[str, Any]) -> SpenseConfig:
+        if claims(config):
+            from vllm_spense.legacy_config import LegacyConfig  # a subclass of this class
+
+            return LegacyConfig(LegacyQuantization.parse(config))
         return cls(SpenseQuantization.parse(config))
 
     def maybe_update_config(
@@ -77,7 +93,11 @@ class SpenseConfig(QuantizationConfig):
         if not any(Path(model_name).glob("*.safetensors*")):
             logger.warning("spense: %s holds no safetensors to check", model_name)
             return
-        Checkpoint.open(model_name)
+        self._check(Path(model_name))
+
+    def _check(self, folder: Path) -> None:
+        """Refuse a folder whose headers are not what the config says."""
+        Checkpoint.open(folder)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Translate module names where a model of vLLM names its modules differently."""
@@ -95,12 +115,16 @@ class SpenseConfig(QuantizationConfig):
         """
         if isinstance(layer, LinearBase):
             return self._linear_method(prefix)
-        if isinstance(layer, compat.RoutedExperts) or self._quantization.names(prefix):
+        if isinstance(layer, compat.RoutedExperts) or self._is_described(prefix):
             raise ValueError(
                 f"{prefix} is a {type(layer).__name__}; this release serves pruned linear "
                 "layers only"
             )
         return None
+
+    def _is_described(self, prefix: str) -> bool:
+        """Whether the checkpoint names a layer of whatever kind as one of its own."""
+        return self._quantization.names(prefix)
 
     def _linear_method(self, prefix: str) -> QuantizeMethodBase:
         modules = self._modules(prefix)
