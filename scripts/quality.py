@@ -89,7 +89,7 @@ def main(
     text: Annotated[str, typer.Option(help="Text to score.")] = f"{PYTHON_DOCS}:1",
     samples: Annotated[int, typer.Option(help="Calibration samples.")] = 64,
     length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 256,
-    test_samples: Annotated[int, typer.Option(help="Windows of the scored text.")] = 24,
+    test_samples: Annotated[int, typer.Option(help="Windows of the scored text.")] = 12,
     test_length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     dtypes: Annotated[str, typer.Option(help="Weight dtypes, separated by commas.")] = "bf16,fp8",
     seed: Annotated[int, typer.Option(help="Chooses windows; of self-written text.")] = 0,
