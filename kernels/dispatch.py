@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels import cusparselt, scaled_mm
+from vllm_spense.kernels import block_sparse, cusparselt, scaled_mm
 from vllm_spense.kernels.measurements import Table, parse_candidate
 from vllm_spense.kernels.problem import Config, Layout, Problem, Region, padded_rows
 
@@ -40,7 +40,7 @@ __all__ = [
     "region_refusals",
 ]
 
-PATHS: tuple[ModuleType, ...] = (cusparselt, scaled_mm)
+PATHS: tuple[ModuleType, ...] = (cusparselt, scaled_mm, block_sparse)
 REGIONS, BESIDE, DENSE_COPY = "regions", "regions beside", "dense"  # plans, as layer rows name
 logger = logging.getLogger(__name__)
 
