@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from test_checkpoint import change_json, change_tensors
 
 from vllm_spense.format.checkpoint import Checkpoint
-from vllm_spense.format.legacy import LegacyQuantization, claims, metadata, to_planes
+from vllm_spense.format.legacy import LegacyQuantization, claims
 from vllm_spense.format.legacy_checkpoint import LegacyCheckpoint, convert_legacy
+from vllm_spense.format.legacy_planes import metadata, to_planes
 from vllm_spense.format.partition import RegionKind
 from vllm_spense.format.planes import decode
 

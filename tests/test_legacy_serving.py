@@ -3,8 +3,6 @@
 The reference is the dense weight that `legacy.expanded` reads with numpy.
 """
 
-import json
-
 import legacy
 import pytest
 import torch
@@ -23,6 +21,12 @@ from vllm_spense.config import SpenseConfig  # noqa: E402
 BLOCK = "model.layers.0"
 ATTENTION, MLP = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
 HIDDEN, INTERMEDIATE, HEAD = 64, 96, 32
+
+
+def on_the_cpu(test):
+    """For vLLM's CPU engine, or its whole configuration."""
+    skip = pytest.mark.skipif(torch.cuda.is_available(), reason="for vLLM's CPU engine")
+    return pytest.mark.engine(skip(test))
 
 
 def described(name, **changes):
@@ -193,6 +197,20 @@ def test_layers_that_are_not_described_are_vllms_own(monkeypatch):
     assert type(layer.quant_method).__name__ == "UnquantizedLinearMethod"
 
 
+@pytest.mark.parametrize(("name", "expected"), [("fp8-dense", "dense"), ("fp16-dense", None)])
+def test_announced_targets_that_are_not_2_of_4(monkeypatch, name, expected):
+    """Harmless, but vLLM refuses it: FP8 is served as dense regions, the rest as it is."""
+    sparsity = {"format": "dense", "sparsity_structure": "unstructured", "targets": ["Linear"]}
+    with ranks(monkeypatch, 0, 1):
+        layer = make("gate_up", described(name, sparsity_config=sparsity))
+        if expected is None:
+            assert type(layer.quant_method).__name__ == "UnquantizedLinearMethod"
+            return
+        load(layer, "gate_up", legacy.tensors(name))
+        layer.quant_method.process_weights_after_loading(layer)
+    assert {p.single.value for p in layer.quant_method._fused.partitions} == {expected}
+
+
 def test_a_reload_that_would_change_the_regions(monkeypatch):
     stored = legacy.tensors("fp8-dense")
     with ranks(monkeypatch, 0, 1):
@@ -264,6 +282,7 @@ class TestClaims:
         with pytest.raises(ValueError, match="does not match"):
             self.method(folder, "spense")
 
+    @on_the_cpu
     def test_marlin_is_refused_with_the_reason(self, tmp_path):
         folder = legacy.copy("fp16-dense", tmp_path / "copy")
         change_json(
@@ -273,6 +292,7 @@ class TestClaims:
         assert "Marlin's 2:4 layout" in refused(folder)
 
 
+@on_the_cpu
 def test_broken_folders_are_refused_before_loading(tmp_path):
     folder = legacy.copy("fp8-bitmask", tmp_path / "copy")
     change_tensors(folder, lambda t: t.pop(f"{MLP}.up_proj.bitmask"))
@@ -288,8 +308,7 @@ KINDS = {
 }
 
 
-@pytest.mark.engine
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for vLLM's CPU engine")
+@on_the_cpu
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if i > 1 else []) for i, n in enumerate(KINDS)],
@@ -305,4 +324,3 @@ def test_float32_tokens_equal_the_dense_models(tmp_path, name):
     dense = legacy.dense_model(name, tmp_path / "dense")
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     assert_same_tokens(model, prompts, answers)
-    assert json.loads((dense / "config.json").read_text())["dtype"] == "float32"

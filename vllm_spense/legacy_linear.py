@@ -23,7 +23,8 @@ from vllm.model_executor.parameter import BasevLLMParameter
 
 from vllm_spense import compat
 from vllm_spense.format.fp8 import FP8
-from vllm_spense.format.legacy import Stored, channel_scale, to_planes
+from vllm_spense.format.legacy import Stored
+from vllm_spense.format.legacy_planes import channel_scale, to_planes
 from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
 from vllm_spense.fused import FusedLayer
 from vllm_spense.linear import SpenseLinearMethod

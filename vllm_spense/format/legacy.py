@@ -1,4 +1,4 @@
-"""2:4 checkpoints of compressed-tensors (0.9 … 0.12, llm-compressor's `*-2of4-*`), as planes.
+"""2:4 checkpoints of compressed-tensors (0.9 … 0.12, llm-compressor's `*-2of4-*`): what they say.
 
     format                 tensors of a module [N, K]
     sparse-24-bitmask      compressed [N, K/2]: two values of every four, in order
@@ -7,9 +7,6 @@
     dense                  weight [N, K] with the zeros inside
     FP8 on top of either   weight_scale [N, 1] or [1]; input_scale [1] if activations are static
 
-A byte of the bitmask and a byte of our metadata describe the same eight columns, so bitmask planes
-are divided by tensor parallelism as ours are, and become ours by looking up every byte.
-
 Not readable: unstructured bitmasks, Marlin's 2:4 layouts, integer weights, KV-cache scales.
 """
 
@@ -17,28 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from pydantic import BaseModel, ValidationError
-from torch import Tensor
 
-from vllm_spense.format import sparse24
-from vllm_spense.format.fp8 import FP8
-from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
+from vllm_spense.format.partition import META_GROUP
 from vllm_spense.format.planes import TensorSpec
 from vllm_spense.format.schema import matches
 
-__all__ = ["BITMASK", "LegacyQuantization", "Stored", "claims", "to_planes"]
+__all__ = ["BITMASK", "METHOD", "LegacyQuantization", "Stored", "claims"]
 
 METHOD = "compressed-tensors"
 BITMASK = "sparse-24-bitmask"
 _MARLIN = {"gptq_marlin_24", "marlin_24"}
 _ANY_LINEAR = "Linear"
 _ACTIVATIONS = {("token", True), ("tensor", True), ("tensor", False)}
-_CHUNK = 4096  # rows; compressing needs several times the memory of what it compresses
 
 
 @dataclass(frozen=True)
@@ -248,84 +240,3 @@ def _targets(module: str, targets: list[str], ignore: list[str]) -> bool:
     if matches(module, ignore):
         return False
     return _ANY_LINEAR in targets or matches(module, targets)
-
-
-@cache
-def _nibbles() -> dict[int, int]:
-    """Four bits of a mask, two of them set → two positions."""
-    found = {}
-    for nibble in sparse24.VALID_NIBBLES:
-        found[1 << (nibble & 3) | 1 << (nibble >> 2)] = nibble
-    return found
-
-
-def metadata(bitmask: Tensor, name: str) -> Tensor:
-    """Bitmask [N, K/8] uint8 → metadata of the same shape.
-
-    Raises:
-        ValueError: a group of four in which not exactly two bits are set.
-    """
-    known = _nibbles()
-    table = torch.zeros(256, dtype=torch.uint8, device=bitmask.device)
-    for low, low_nibble in known.items():
-        for high, high_nibble in known.items():
-            table[low | high << 4] = low_nibble | high_nibble << 4
-    meta = table[bitmask.int()]
-    if (meta == 0).any():  # 0 is no metadata byte
-        row, column = (meta == 0).nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}.bitmask: byte {bitmask[row, column].item():#04x} at row {row}, column "
-            f"{column} does not mark two of each four"
-        )
-    return meta
-
-
-def channel_scale(scale: Tensor, rows: int, name: str) -> Tensor:
-    """One scale in all ([], [1]) or one per row ([N], [N, 1]) → float32 [N, 1]."""
-    if scale.numel() not in (1, rows):
-        raise ValueError(
-            f"{name}.weight_scale is {list(scale.shape)}; needed: one, or one for each of "
-            f"{rows} rows"
-        )
-    return scale.float().reshape(-1, 1).expand(rows, 1).contiguous()
-
-
-def to_planes(
-    tensors: Mapping[str, Tensor], announced: bool, name: str
-) -> tuple[Partition, dict[str, Tensor], str]:
-    """Planes of one module, or of a tensor-parallel part of it.
-
-    Args:
-        tensors: `compressed` and `bitmask`, or `weight`; `weight_scale` if it is FP8.
-        announced: a `weight` that the config announces as 2:4 becomes a 2:4 region if it is one.
-
-    Returns:
-        The partition (one region), its planes, and why an announced module became dense ("" if it
-        did not).
-    """
-    if "compressed" in tensors:
-        values = tensors["compressed"]
-        planes = {"weight_values": values, "weight_meta": metadata(tensors["bitmask"], name)}
-        kind, reason = RegionKind.SPARSE_24, ""
-    else:
-        values = tensors["weight"]
-        pair, reason = _compress(values) if announced else (None, "")
-        kind = RegionKind.DENSE if pair is None else RegionKind.SPARSE_24
-        planes = {"weight": values}
-        if pair is not None:
-            planes = {"weight_values": pair[0], "weight_meta": pair[1]}
-    if values.dtype == FP8:
-        planes["weight_scale"] = channel_scale(tensors["weight_scale"], len(values), name)
-    return Partition.whole(kind, len(values)), planes, reason
-
-
-def _compress(weight: Tensor) -> tuple[tuple[Tensor, Tensor] | None, str]:
-    """Values and metadata of [N, K], or None and the reason."""
-    if weight.shape[1] % META_GROUP:
-        return None, f"{weight.shape[1]} columns are not a multiple of {META_GROUP}"
-    try:
-        parts = [sparse24.compress(rows) for rows in weight.split(_CHUNK)]
-    except ValueError:
-        return None, "it has groups of four with more than two nonzeros"
-    values, meta = zip(*parts, strict=True)
-    return (torch.cat(values), torch.cat(meta)), ""

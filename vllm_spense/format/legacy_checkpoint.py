@@ -19,7 +19,8 @@ from torch import Tensor
 
 from vllm_spense.format.checkpoint import CheckpointWriter, _read_json, read_headers
 from vllm_spense.format.fp8 import FP8
-from vllm_spense.format.legacy import METHOD, LegacyQuantization, Stored, claims, to_planes
+from vllm_spense.format.legacy import METHOD, LegacyQuantization, Stored, claims
+from vllm_spense.format.legacy_planes import to_planes
 from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
 from vllm_spense.format.planes import (
     WEIGHT_DTYPES,
@@ -198,7 +199,7 @@ def convert_legacy(
     """
     checkpoint = LegacyCheckpoint.open(folder)
     dtype = _common_dtype(checkpoint)
-    stored = _stored_as_regions(checkpoint, dtype)
+    regions = _stored_as_regions(checkpoint, dtype)
     writer = CheckpointWriter(out)
     done = Conversion(Path(out), kept=checkpoint.kept())
     if checkpoint.quantization.static:
@@ -206,26 +207,35 @@ def convert_legacy(
     for name in checkpoint.others():
         writer.add({name: checkpoint.tensor(name)})
     partitions: dict[str, Partition] = {}
-    for name, module in checkpoint.modules.items():
+    for name in checkpoint.modules:
         progress(name)
-        partition, planes, reason = to_planes(checkpoint.weights(name), module.stored.sparse, name)
-        verify(planes, partition, module.shape, module.dtype, name)
-        if name not in stored:
-            if module.stored.sparse:
-                done.warnings.append(f"{name}: {module.dtype} in an FP8 model; kept dense")
-            planes = {"weight": decode(planes, partition, module.dtype)}
-            done.kept.append(name)
-        else:
+        partition, planes = _convert(checkpoint, name, name in regions, done)
+        if name in regions:
             partitions[name] = partition
-            is_sparse = partition.single is RegionKind.SPARSE_24
-            (done.sparse if is_sparse else done.dense).append(name)
-            if reason:
-                done.warnings.append(f"{name}: announced as 2:4, stored dense: {reason}")
         writer.add({f"{name}.{plane}": tensor for plane, tensor in planes.items()})
     ignore = sorted({*done.kept, "lm_head"})
     quantization = make_quantization(dtype, partitions, ignore, _provenance(checkpoint))
     writer.finish(_without_quantization(checkpoint.config), quantization, copy_from=folder)
     return done
+
+
+def _convert(
+    checkpoint: LegacyCheckpoint, name: str, as_region: bool, done: Conversion
+) -> tuple[Partition, dict[str, Tensor]]:
+    """One module's partition and tensors, noted in `done`."""
+    module = checkpoint.modules[name]
+    partition, planes, reason = to_planes(checkpoint.weights(name), module.stored.sparse, name)
+    verify(planes, partition, module.shape, module.dtype, name)
+    if not as_region:
+        if module.stored.sparse:
+            done.warnings.append(f"{name}: {module.dtype} in an FP8 model; kept dense")
+        done.kept.append(name)
+        return partition, {"weight": decode(planes, partition, module.dtype)}
+    is_sparse = partition.single is RegionKind.SPARSE_24
+    (done.sparse if is_sparse else done.dense).append(name)
+    if reason:
+        done.warnings.append(f"{name}: announced as 2:4, stored dense: {reason}")
+    return partition, planes
 
 
 def _common_dtype(checkpoint: LegacyCheckpoint) -> torch.dtype:
