@@ -16,7 +16,7 @@ started=$SECONDS
 say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - started)); }
 
 # Small calibration, so that a laptop is done in minutes; the text tested on is other text.
-calibration=(--calibration python-docs:0 --samples 32 --length 256)
+calibration=(--calibration python-docs:0 --samples 24 --length 256)
 serving=(--max-model-len 1024)
 
 say "environment"

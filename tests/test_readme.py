@@ -1,13 +1,14 @@
 """README.md is true: its commands parse or run, its tables are the result files', its tree exists.
 
 Commands that prune, evaluate or convert are run as they stand, in a folder where `MODEL` is a tiny
-random model. What needs a network, a GPU or minutes is parsed by the program that it starts.
+random model and `LEGACY` an old checkpoint. What needs a network, a GPU or minutes is parsed by the program that it starts.
 """
 
 import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,19 +105,20 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     save_tiny(folder / "MODEL", max_position_embeddings=2048)
+    shutil.copytree(ROOT / "tests" / "fixtures" / "legacy" / "fp8-bitmask", folder / "LEGACY")
     return folder
 
 
 def test_commands_run(workplace):
     commands = [c for c in COMMANDS if c[0] == "python" and Path(c[1]).name in RUN]
-    assert [Path(c[1]).name for c in commands] == list(RUN)
+    assert {Path(c[1]).name for c in commands} == set(RUN)
     for command in commands:
         done = subprocess.run(
             [sys.executable, *command[1:]], cwd=workplace, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (workplace / "OUT" / "config.json").is_file()
-    assert (workplace / "TWIN" / "config.json").is_file()
+    for name in ("OUT", "TWIN", "CONVERTED"):
+        assert (workplace / name / "config.json").is_file()
 
 
 def test_python_runs(workplace, monkeypatch, capsys):
