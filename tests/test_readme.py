@@ -1,7 +1,8 @@
 """README.md is true: its commands parse or run, its tables are the result files', its tree exists.
 
 Commands that prune, evaluate or convert are run as they stand, in a folder where `MODEL` is a tiny
-random model and `LEGACY` an old checkpoint. What needs a network, a GPU or minutes is parsed by the program that it starts.
+random model and `LEGACY` an old checkpoint. What needs a network, a GPU or minutes is parsed by the
+program that it starts.
 """
 
 import importlib.util
