@@ -9,7 +9,13 @@ from vllm_spense.format.checkpoint import Checkpoint
 from vllm_spense.format.partition import Partition, RegionKind, Segment
 from vllm_spense.format.tiles import Tiles, nonzero_tiles
 from vllm_spense.pruning.architecture import find_decoder
-from vllm_spense.pruning.blocks import choose_tiles, prune_tiles, refit, tile_costs
+from vllm_spense.pruning.blocks import (
+    choose_tiles,
+    prune_tiles,
+    refit,
+    spread_order,
+    tile_costs,
+)
 from vllm_spense.pruning.hessian import inverse_factor
 from vllm_spense.pruning.loading import load_model
 from vllm_spense.pruning.pipeline import prune
@@ -102,6 +108,16 @@ def test_choice_of_tiles(columns, shape, sparsity, most, kept_, shards):
 def test_columns_that_tiles_do_not_divide():
     with pytest.raises(ValueError, match="576 columns are no multiple of 128"):
         choose_tiles((64, 128), 576, 0.5)
+
+
+def test_channels_of_similar_score_share_tiles_in_every_shard():
+    tiles = Tiles(64, 64, kept=2, total=4, k_shards=2)
+    scores = torch.rand(256, generator=torch.Generator().manual_seed(0))
+    order = spread_order(scores, tiles)
+    assert order.sort().values.tolist() == list(range(256))
+    ranks = scores.argsort(descending=True).argsort()[order].view(4, 64) // 64
+    assert ranks.tolist() == [[tile] * 64 for tile in (0, 2, 1, 3)]  # shards (0, 2) and (1, 3)
+    assert (order.view(4, 64).diff() > 0).all()
 
 
 BLOCKS = {"method": "blocks", "dense_share": 0.0, "tile": "64x64", "sparsity": 0.5}

@@ -51,6 +51,11 @@ CASES = [
     ("qwen2", {}, {"method": "magnitude", "dense_share": 0.25, "attention": "2:4"}),
     ("mistral", {}, {"method": "wanda", "dense_share": 0.5, "dtype": "fp16"}),
     ("qwen3", {}, {"method": "spensegpt", "dense_share": 1.0, "attention": "keep"}),
+    (
+        "qwen3",
+        {"hidden_size": 128, "intermediate_size": 512},
+        {"method": "blocks", "dense_share": 0.0, "tile": "64x64", "sparsity": 0.5},
+    ),
 ]
 
 

@@ -7,8 +7,9 @@ served one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from vllm_spense.format.partition import RegionKind
 from vllm_spense.format.planes import decode, encode, specs
+from vllm_spense.pruning.blocks import spread_order
 from vllm_spense.pruning.hessian import Hessian, diagonal_energy
 from vllm_spense.pruning.method import InputStatistics, prune_weight
 from vllm_spense.pruning.plan import PrunePlan
@@ -83,8 +85,10 @@ class BlockPruner:
         else:
             mlp_input, mlp_batches = self._mlp_inputs(self._quantise_attention())
         statistics = self._statistics(mlp_input, "mlp.gate_proj and up_proj")
-        if self.settings.method == "spensegpt+" and 0 < self.plan.dense_share < 1:
-            self._permute(statistics, mlp_batches)
+        if self.settings.method == "blocks":
+            self._permute(mlp_batches, self._tile_order)
+        elif self.settings.method == "spensegpt+" and 0 < self.plan.dense_share < 1:
+            self._permute(mlp_batches, partial(self._dense_last, statistics.energy))
         for child in ("mlp.gate_proj", "mlp.up_proj"):
             self._replace(child, statistics)
         down_input = self._hessian(DOWN)
@@ -151,17 +155,28 @@ class BlockPruner:
         for batch in batches:
             self.layer.mlp(batch.to(self.settings.device))
 
-    def _permute(self, statistics: InputStatistics, batches: list[Tensor]) -> None:
-        """SpenseGPT+: put the channels that matter most last."""
+    def _permute(self, batches: list[Tensor], order_of: Callable[[Tensor], Tensor]) -> None:
+        """Reorder the intermediate channels, given diag(H) [I] of the inputs of down."""
         mlp, device = self.layer.mlp, self.settings.device
         energy = torch.zeros(mlp.down_proj.in_features, device=device)
         with on_inputs([(mlp.down_proj, lambda x: energy.add_(diagonal_energy(x)))]):
             self._run_mlp(batches)
-        weights = (child.weight for child in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        scores = channel_scores(*weights, statistics.energy, energy)
-        order = dense_last_order(scores, self.plan.mlp_dense)
+        order = order_of(energy)
         permute_mlp(mlp, order)
         self.result.order = order.to(torch.int32).cpu()
+
+    def _dense_last(self, mlp_energy: Tensor, down_energy: Tensor) -> Tensor:
+        """SpenseGPT+: the channels that matter most go last."""
+        mlp = self.layer.mlp
+        weights = (child.weight for child in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        return dense_last_order(
+            channel_scores(*weights, mlp_energy, down_energy), self.plan.mlp_dense
+        )
+
+    def _tile_order(self, down_energy: Tensor) -> Tensor:
+        """Zero tiles: columns of down that matter alike share tiles."""
+        scores = self.layer.mlp.down_proj.weight.float().square().sum(0) * down_energy
+        return spread_order(scores, self.plan.partitions[DOWN].tiles)
 
     def _hessian(self, child: str) -> Hessian:
         """An empty Hessian for the inputs of a projection."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm_spense.format.tiles import Tiles
 
-__all__ = ["choose_tiles", "prune_tiles", "refit", "tile_costs"]
+__all__ = ["choose_tiles", "prune_tiles", "refit", "spread_order", "tile_costs"]
 
 _TOLERANCE = 0.025  # of the sparsity, for more K-shards
 
@@ -48,6 +48,24 @@ def choose_tiles(
         if shards == 1 or abs(1 - kept / inside - sparsity) <= _TOLERANCE:
             return Tiles(*shape, kept * shards, total, shards)
     raise AssertionError(most_shards)
+
+
+def spread_order(scores: Tensor, tiles: Tiles) -> Tensor:
+    """The permutation of K that gathers channels of similar score in tiles, alike in all K-shards.
+
+    A tile then is worth keeping or not as a whole. The highest scores fill the first tile of the
+    first K-shard, the next the first tile of the second, and so on.
+
+    Args:
+        scores: [tiles.columns].
+
+    Returns:
+        int64 [tiles.columns]: entry j is the original index of new channel j.
+    """
+    by_score = scores.argsort(dim=0, descending=True, stable=True).view(tiles.total, tiles.cols)
+    dealt = torch.arange(tiles.total, device=scores.device)
+    dealt = dealt.view(tiles.shard_total, tiles.k_shards).T.flatten()
+    return by_score.sort(dim=1).values[dealt].flatten()
 
 
 def _solved(weight: Tensor, upper: Tensor) -> Tensor:
