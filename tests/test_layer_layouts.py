@@ -7,7 +7,7 @@ from transformers import AutoConfig
 from vllm_spense.format.partition import Partition, RegionKind, hybrid_segments
 from vllm_spense.format.schema import make_quantization
 from vllm_spense.kernels.measurements import layer_key
-from vllm_spense.layer_layouts import checkpoint_layouts, share_layouts
+from vllm_spense.layer_layouts import checkpoint_layouts, share_layouts, tile_layouts
 
 FP8 = torch.float8_e4m3fn
 
@@ -27,6 +27,17 @@ def config():
 
 def keys(layouts):
     return {name: layer_key(layout) for name, layout in layouts.items()}
+
+
+def test_zero_tiles(config):
+    assert keys(tile_layouts(config, (64, 128), 0.5, FP8)) == {
+        "gate_up": "2048x512 zero_tiles_64x128_2of4 2048x512",
+        "down": "512x1024 zero_tiles_64x128_4of8 512x1024",
+    }
+    assert keys(tile_layouts(config, (64, 64), 0.25, FP8, tp=2)) == {
+        "gate_up": "1024x512 zero_tiles_64x64_6of8 1024x512",
+        "down": "512x512 zero_tiles_64x64_6of8 512x512",
+    }
 
 
 def test_no_dense_share(config):

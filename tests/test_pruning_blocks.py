@@ -7,15 +7,9 @@ from test_pruning_methods import output_error, random_hessian, random_weight
 
 from vllm_spense.format.checkpoint import Checkpoint
 from vllm_spense.format.partition import Partition, RegionKind, Segment
-from vllm_spense.format.tiles import Tiles, nonzero_tiles
+from vllm_spense.format.tiles import Tiles, choose_tiles, nonzero_tiles
 from vllm_spense.pruning.architecture import find_decoder
-from vllm_spense.pruning.blocks import (
-    choose_tiles,
-    prune_tiles,
-    refit,
-    spread_order,
-    tile_costs,
-)
+from vllm_spense.pruning.blocks import prune_tiles, refit, spread_order, tile_costs
 from vllm_spense.pruning.hessian import inverse_factor
 from vllm_spense.pruning.loading import load_model
 from vllm_spense.pruning.pipeline import prune

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PretrainedConfig
 
-from vllm_spense.format.partition import Partition, hybrid_segments
+from vllm_spense.format.partition import Partition, RegionKind, Segment, hybrid_segments
 from vllm_spense.format.schema import SpenseQuantization
+from vllm_spense.format.tiles import K_SHARDS, choose_tiles
 from vllm_spense.fused import FusedLayer
 from vllm_spense.kernels.problem import Layout
 
-__all__ = ["checkpoint_layouts", "share_layouts"]
+__all__ = ["checkpoint_layouts", "share_layouts", "tile_layouts"]
 
 Shapes = dict[str, tuple[list[str], list[int], int]]  # layer → modules, rows of each, columns
 
@@ -55,6 +56,29 @@ def share_layouts(
         split = "input" if layer in ("o", "down") else "output"
         sizes = [cols] if split == "input" else rows
         parts = tuple(Partition(split, hybrid_segments(size, dense_share)) for size in sizes)
+        local = _local(layer, rows, cols, tp)
+        layouts[layer] = FusedLayer.divide(tuple(modules), parts, *local, weight_dtype).layout()
+    return layouts
+
+
+def tile_layouts(
+    config: PretrainedConfig,
+    tile: tuple[int, int],
+    sparsity: float,
+    weight_dtype: torch.dtype,
+    tp: int = 1,
+) -> dict[str, Layout]:
+    """gate_up and down as one region of zero tiles each, as the pruner cuts them."""
+    layouts = {}
+    for layer in ("gate_up", "down"):
+        modules, rows, cols = _shapes(config)[layer]
+        tiles = choose_tiles(tile, cols, sparsity, K_SHARDS if layer == "down" else 1)
+        parts = tuple(
+            Partition("input", (Segment(RegionKind.ZERO_TILES, cols, tiles),))
+            if layer == "down"
+            else Partition.whole(RegionKind.ZERO_TILES, n, tiles)
+            for n in rows
+        )
         local = _local(layer, rows, cols, tp)
         layouts[layer] = FusedLayer.divide(tuple(modules), parts, *local, weight_dtype).layout()
     return layouts

@@ -150,9 +150,8 @@ def encode(
             if scales:
                 part = quantize_rows(part, scales[_scale_names(partition)[segment.kind]])
             part = part.to(weight_dtype).contiguous()
-            planes |= zip(
-                plane_names(partition, segment.kind), _compress(segment, part), strict=True
-            )
+            names = plane_names(partition, segment.kind)
+            planes |= zip(names, _compress(segment, part), strict=True)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return {plane: planes[plane] for plane in expected}

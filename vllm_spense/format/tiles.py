@@ -19,8 +19,10 @@ from torch import Tensor
 
 __all__ = [
     "INDEX_DTYPE",
+    "K_SHARDS",
     "TILE_SHAPES",
     "Tiles",
+    "choose_tiles",
     "compress",
     "expand",
     "invalid_index",
@@ -31,6 +33,8 @@ __all__ = [
 INDEX_DTYPE = torch.int16
 # One wgmma has 64 rows; 64 columns serve models whose K is no multiple of 128.
 TILE_SHAPES = ((64, 64), (64, 128), (128, 128))
+K_SHARDS = 8  # of a layer whose K is divided over tensor-parallel ranks, where they fit
+_TOLERANCE = 0.025  # of the sparsity, for more K-shards
 _MAX_INDEX = torch.iinfo(INDEX_DTYPE).max
 
 
@@ -114,6 +118,30 @@ class Tiles:
             total=self.total // parts,
             k_shards=self.k_shards // parts,
         )
+
+
+def choose_tiles(
+    shape: tuple[int, int], columns: int, sparsity: float, most_shards: int = 1
+) -> Tiles:
+    """Cut `columns` into tiles of `shape` and keep about 1 − sparsity of them.
+
+    As many K-shards as divide the tiles, at most `most_shards`, and fewer where equal counts in
+    each would miss the sparsity by more than 0.025. Callers compare the result with the request.
+
+    Raises:
+        ValueError: columns that the tiles do not divide.
+    """
+    total, rest = divmod(columns, shape[1])
+    if rest or not total:
+        raise ValueError(f"{columns} columns are no multiple of {shape[1]}, the columns of a tile")
+    for shards in range(most_shards, 0, -1):
+        if total % shards:
+            continue
+        inside = total // shards
+        kept = min(max(int(inside * (1 - sparsity) + 0.5), 1), inside)
+        if shards == 1 or abs(1 - kept / inside - sparsity) <= _TOLERANCE:
+            return Tiles(*shape, kept * shards, total, shards)
+    raise AssertionError(most_shards)
 
 
 def _bits(weight: Tensor) -> Tensor:

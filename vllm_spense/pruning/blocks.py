@@ -21,33 +21,7 @@ from torch import Tensor
 
 from vllm_spense.format.tiles import Tiles
 
-__all__ = ["choose_tiles", "prune_tiles", "refit", "spread_order", "tile_costs"]
-
-_TOLERANCE = 0.025  # of the sparsity, for more K-shards
-
-
-def choose_tiles(
-    shape: tuple[int, int], columns: int, sparsity: float, most_shards: int = 1
-) -> Tiles:
-    """Cut `columns` into tiles of `shape` and keep about 1 − sparsity of them.
-
-    As many K-shards as divide the tiles, at most `most_shards`, and fewer where equal counts in
-    each would miss the sparsity by more than 0.025. Callers compare the result with the request.
-
-    Raises:
-        ValueError: columns that the tiles do not divide.
-    """
-    total, rest = divmod(columns, shape[1])
-    if rest or not total:
-        raise ValueError(f"{columns} columns are no multiple of {shape[1]}, the columns of a tile")
-    for shards in range(most_shards, 0, -1):
-        if total % shards:
-            continue
-        inside = total // shards
-        kept = min(max(int(inside * (1 - sparsity) + 0.5), 1), inside)
-        if shards == 1 or abs(1 - kept / inside - sparsity) <= _TOLERANCE:
-            return Tiles(*shape, kept * shards, total, shards)
-    raise AssertionError(most_shards)
+__all__ = ["prune_tiles", "refit", "spread_order", "tile_costs"]
 
 
 def spread_order(scores: Tensor, tiles: Tiles) -> Tensor:

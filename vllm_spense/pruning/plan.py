@@ -9,14 +9,11 @@ from torch import nn
 
 from vllm_spense.format.partition import Partition, RegionKind, Segment, hybrid_segments
 from vllm_spense.format.planes import specs
-from vllm_spense.format.tiles import TILE_SHAPES
+from vllm_spense.format.tiles import K_SHARDS, TILE_SHAPES, choose_tiles
 from vllm_spense.pruning.architecture import ATTENTION, MLP, Decoder
-from vllm_spense.pruning.blocks import choose_tiles
 from vllm_spense.pruning.settings import PruneSettings
 
 __all__ = ["PrunePlan", "make_plan"]
-
-MAX_K_SHARDS = 8  # tensor-parallel ranks that may divide K
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def _tiled_mlp(
         try:
             tiles = choose_tiles(
                 settings.tile_shape, linear.in_features, settings.sparsity,
-                MAX_K_SHARDS if row_parallel else 1,
+                K_SHARDS if row_parallel else 1,
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(f"mlp.{child}: {error}; other tiles: {TILE_SHAPES}") from None
