@@ -26,7 +26,7 @@ from vllm_spense.kernels import problem as problems
 from vllm_spense.kernels.problem import Problem
 from vllm_spense.kernels.tile_layout import TileBlob
 
-__all__ = ["Config", "can_implement", "candidates", "product", "run"]
+__all__ = ["Config", "can_implement", "candidates", "fits", "product", "run"]
 
 NAME = "block_sparse"
 WHOLE_LAYER = False
@@ -59,16 +59,17 @@ class Config:
 
 def can_implement(problem: Problem) -> tuple[bool, str]:
     """Whether this path can run `problem`, and if not, why."""
-    if len(problem.indices) != 1 or problem.region.kind is not RegionKind.ZERO_TILES:
-        return False, "the block-sparse kernel takes one region of zero tiles at a time"
-    if problem.capability not in MEASURED:
+    possible, reason = fits(problem)
+    if possible and problem.capability not in MEASURED:
         major, minor = problem.capability
         return False, f"the block-sparse kernel has not been measured on sm_{major}{minor}"
-    return fits(problem)
+    return possible, reason
 
 
 def fits(problem: Problem) -> tuple[bool, str]:
-    """Whether the kernel takes the dtypes and sizes, on a GPU where it has been measured."""
+    """Whether the kernel takes this region, were it measured on the GPU at hand."""
+    if len(problem.indices) != 1 or problem.region.kind is not RegionKind.ZERO_TILES:
+        return False, "the block-sparse kernel takes one region of zero tiles at a time"
     region, layout = problem.region, problem.layout
     if layout.weight_dtype not in TYPES:
         return False, f"no block-sparse kernel for {layout.weight_dtype} weights"

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels import cusparselt, decode, dispatch, execution, scaled_mm, timing
+from vllm_spense.kernels import (
+    block_sparse,
+    cusparselt,
+    decode,
+    dispatch,
+    execution,
+    scaled_mm,
+    timing,
+)
 from vllm_spense.kernels.measurements import DTYPES, Table, candidate
 from vllm_spense.kernels.operands import Operands, random_input
 from vllm_spense.kernels.problem import Layout, Problem, padded_rows
@@ -26,6 +34,11 @@ __all__ = ["GemmBench", "Row", "bytes_of", "floor_us"]
 COPY_BYTES_PER_US = 4.3e6  # a device copy on H200, read + written
 MAX_ERROR = 3e-3  # ‖y − ref‖ / ‖ref‖ of ours, BF16 output
 _LIBRARY_ERROR = 1e-2  # fast accumulation reaches 3e-3
+# Paths to measure by themselves; the block-sparse one may be measured before it is used.
+PATHS = {
+    decode.NAME: (decode, decode.can_implement),
+    block_sparse.NAME: (block_sparse, block_sparse.fits),
+}
 _TRIED = 3  # candidates that a short pass leaves for the comparison
 
 
@@ -57,7 +70,10 @@ def bytes_of(layout: Layout) -> float:
     """Bytes of W that a launch must read."""
     size = layout.weight_dtype.itemsize
     per_weight = {RegionKind.DENSE: size, RegionKind.SPARSE_24: size / 2 + 1 / 8}
-    return sum(r.rows * r.cols * per_weight[r.kind] for r in layout.regions)
+    return sum(
+        r.rows * r.cols * (size * (1 - r.tiles.sparsity) if r.tiles else per_weight[r.kind])
+        for r in layout.regions
+    )
 
 
 def floor_us(layout: Layout) -> float:
@@ -76,7 +92,7 @@ class GemmBench:
         repetitions: int = 20,
         device: torch.device | str = "cuda",
     ) -> None:
-        """`path` is "decode" or "dispatch" (whatever the dispatcher chooses with `table`)."""
+        """`path` is a name in `PATHS`, or "dispatch" (what the dispatcher chooses by `table`)."""
         self.layout, self.table, self.path = layout, table, path
         self.repetitions, self.device = repetitions, device
         self.operands = Operands.random(layout, device)
@@ -98,9 +114,13 @@ class GemmBench:
         (name,) = ours
         low, ratio, high = timing.ratio(samples[best], samples[name])
         library = medians.get("library")
+        tiles = next((r.tiles for r in self.layout.regions if r.tiles), None)
+        kind = ("hybrid", dense_share, 0.0, None)
+        if tiles:
+            kind = ("block", dense_share, round(tiles.sparsity, 4), f"{tiles.rows}x{tiles.cols}")
         return Row(
             *(model, layer, self.layout.n, self.layout.k, m, DTYPES[self.layout.weight_dtype]),
-            *("hybrid", dense_share, 0.0, None, name, round(medians[name], 2)),
+            *(*kind, name, round(medians[name], 2)),
             *(best.removeprefix("dense "), round(medians[best], 2), round(ratio, 3)),
             *(library and round(library, 2), error, (round(low, 3), round(high, 3))),
         )
@@ -115,14 +135,14 @@ class GemmBench:
             names = [" + ".join(candidate(s.path, s.config) for s in plan.steps)]
             plans = [plan]
         else:
-            possible, reason = decode.can_implement(problem)
-            if not possible:
-                raise RuntimeError(f"decode cannot run {self.layout}: {reason}")
-            configs = decode.candidates(problem)
-            names = [candidate(decode.NAME, config) for config in configs]
-            steps = [
-                dispatch.Step(decode.NAME, problem, problem.indices, False, c) for c in configs
-            ]
+            path, takes = PATHS[self.path]
+            problem = problem if path.WHOLE_LAYER else problem.only(0)
+            possible, reason = takes(problem)
+            if not possible or len(problem.indices) != len(self.layout.regions):
+                raise RuntimeError(f"{path.NAME} cannot run {self.layout}: {reason or 'alone'}")
+            configs = path.candidates(problem)
+            names = [candidate(path.NAME, config) for config in configs]
+            steps = [dispatch.Step(path.NAME, problem, problem.indices, False, c) for c in configs]
             plans = [dispatch.Plan((step,), x.shape[0]) for step in steps]
         found = {n: self._plan(p, self.operands, x) for n, p in zip(names, plans, strict=True)}
         first = {n: graph.replay() for n, (graph, _) in found.items() for _ in range(2)}

@@ -5,14 +5,17 @@ import torch
 from fake_gpu import RUNNING, fake_gpu
 from layers import FP8, gate_up, output_split
 
-from vllm_spense.kernels import decode, reference
+from vllm_spense.format.partition import RegionKind
+from vllm_spense.format.tiles import Tiles
+from vllm_spense.kernels import block_sparse, decode, reference
 from vllm_spense.kernels.gemm_bench import GemmBench, bytes_of, floor_us
 from vllm_spense.kernels.measurements import Table
-from vllm_spense.kernels.problem import Layout
+from vllm_spense.kernels.problem import Layout, Region
 
 __all__ = ["fake_gpu"]  # a fixture
 
 FULL = Layout(256, 128, output_split(256, 128, 0), FP8)
+TILED = Layout(256, 256, (Region(RegionKind.ZERO_TILES, 0, 256, 0, 256, Tiles(64, 64, 1, 4)),), FP8)
 HALF = Layout(256, 128, gate_up(256, 128, 128), FP8)
 
 
@@ -49,6 +52,22 @@ def test_the_decode_path_and_its_gate(fake_gpu, monkeypatch, factor):
     row = bench(HALF, "decode").row("model", "gate_up", 0.5, 8)
     assert row.path.startswith("decode warps=") and row.cusparselt_us is None
     assert row.M == 8 and row.dense_share == 0.5
+
+
+def test_the_block_sparse_path(fake_gpu, monkeypatch):
+    """It can be measured before it is used; zero tiles have rows of their own kind."""
+
+    def run(problem, x, weights, y, *, alpha, accumulate, config):
+        RUNNING.append("block_sparse")
+        y.copy_(x.float() @ reference.expand(problem.layout, weights).t())
+
+    monkeypatch.setattr(block_sparse, "run", run)
+    assert bytes_of(TILED) == 256 * 256 * 0.25
+    row = bench(TILED, "block_sparse").row("model", "down", 0.0, 300)
+    assert row.path.startswith("block_sparse block_m=") and row.rel_err < 3e-3
+    assert (row.kind, row.tile, row.zero_share) == ("block", "64x64", 0.75)
+    with pytest.raises(RuntimeError, match="block_sparse cannot run.*zero tiles at a time"):
+        bench(FULL, "block_sparse").row("model", "o", 0.0, 16)
 
 
 def test_what_decode_cannot_run_is_said(fake_gpu):
