@@ -9,11 +9,18 @@ from vllm_spense.format.checkpoint import Checkpoint
 from vllm_spense.format.partition import Partition, RegionKind, Segment
 from vllm_spense.format.tiles import Tiles, choose_tiles, nonzero_tiles
 from vllm_spense.pruning.architecture import find_decoder
-from vllm_spense.pruning.blocks import prune_tiles, refit, spread_order, tile_costs
+from vllm_spense.pruning.blocks import (
+    prune_tiles,
+    prune_tiles_by_magnitude,
+    refit,
+    spread_order,
+    tile_costs,
+)
 from vllm_spense.pruning.hessian import inverse_factor
 from vllm_spense.pruning.loading import load_model
 from vllm_spense.pruning.pipeline import prune
 from vllm_spense.pruning.plan import make_plan
+from vllm_spense.pruning.random_model import write_random_model
 from vllm_spense.pruning.settings import PruneSettings
 
 HALF = Tiles(64, 64, kept=2, total=4, k_shards=2)
@@ -144,6 +151,20 @@ def test_plan_says_what_was_rounded_and_what_does_not_fit():
     assert "mlp.gate_proj: sparsity 0.5 became 0.3333: 2 of 3 tiles" in plan.warnings[0]
     with pytest.raises(ValueError, match=r"mlp.gate_proj: 192 columns .*; other tiles: \(\(64"):
         make_plan(decoder, PruneSettings(**BLOCKS | {"tile": "64x128"}))
+
+
+def test_magnitude_is_the_choice_of_uncorrelated_inputs():
+    weight = random_weight(192, 256) * torch.rand(3, 1, 4, 1).repeat(1, 64, 1, 64).view(192, 256)
+    by_magnitude = prune_tiles_by_magnitude(weight, HALF)
+    assert torch.equal(by_magnitude, prune_tiles(weight, torch.eye(256), HALF))
+
+
+def test_random_model(tmp_path):
+    config = tiny_model(hidden_size=128, head_dim=32, intermediate_size=512).config
+    settings = PruneSettings(**BLOCKS, attention="keep")
+    checkpoint = Checkpoint.open(write_random_model(config, tmp_path / "out", settings))
+    checkpoint.verify()
+    assert {p.tiles.kept for p, _ in checkpoint.modules.values()} == {1, 4}
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])

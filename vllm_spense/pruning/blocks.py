@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm_spense.format.tiles import Tiles
 
-__all__ = ["prune_tiles", "refit", "spread_order", "tile_costs"]
+__all__ = ["prune_tiles", "prune_tiles_by_magnitude", "refit", "spread_order", "tile_costs"]
 
 
 def spread_order(scores: Tensor, tiles: Tiles) -> Tensor:
@@ -80,13 +80,32 @@ def prune_tiles(weight: Tensor, upper: Tensor, tiles: Tiles) -> Tensor:
     width = tiles.shard_total * tiles.cols
     for start in range(0, tiles.columns, width):
         shard = slice(start, start + width)
-        costs = tile_costs(pruned[:, shard], upper[shard, shard], tiles)
-        order = costs.argsort(dim=1, descending=True, stable=True)
-        removed = torch.ones_like(costs, dtype=torch.bool)
-        removed.scatter_(1, order[:, : tiles.shard_kept], False)
+        removed = cheapest(tile_costs(pruned[:, shard], upper[shard, shard], tiles), tiles)
         for tile in range(tiles.shard_total):
             rows = removed[:, tile].repeat_interleave(tiles.rows)
             _remove(pruned, upper, start + tile * tiles.cols, tiles.cols, rows)
+    return pruned
+
+
+def cheapest(costs: Tensor, tiles: Tiles) -> Tensor:
+    """The tiles of one K-shard that go: float [row blocks, shard_total] → bool, True where it goes.
+
+    Of equal costs the lower tile stays.
+    """
+    order = costs.argsort(dim=1, descending=True, stable=True)
+    removed = torch.ones_like(costs, dtype=torch.bool)
+    return removed.scatter_(1, order[:, : tiles.shard_kept], False)
+
+
+def prune_tiles_by_magnitude(weight: Tensor, tiles: Tiles) -> Tensor:
+    """Remove the tiles of least energy from [N, tiles.columns]; nothing is corrected."""
+    blocks = weight.shape[0] // tiles.rows
+    pruned = weight.float().clone()
+    cut = pruned.view(blocks, tiles.rows, tiles.k_shards, tiles.shard_total, tiles.cols)
+    costs = cut.square().sum((1, 4))
+    for shard in range(tiles.k_shards):
+        removed = cheapest(costs[:, shard], tiles)
+        cut[:, :, shard] *= ~removed[:, None, :, None]
     return pruned
 
 

@@ -18,6 +18,7 @@ from vllm_spense.format.partition import Partition, RegionKind
 from vllm_spense.format.planes import encode
 from vllm_spense.format.schema import make_quantization
 from vllm_spense.pruning.architecture import find_decoder
+from vllm_spense.pruning.blocks import prune_tiles_by_magnitude
 from vllm_spense.pruning.plan import PrunePlan, make_plan
 from vllm_spense.pruning.scoring import magnitude_scores, prune_by_score
 from vllm_spense.pruning.settings import PruneSettings
@@ -86,7 +87,7 @@ def write_random_model(
     """Write a pruned checkpoint of random weights.
 
     Args:
-        settings: dense share, attention mode, dtype and device are used.
+        settings: dense share or tiles, attention mode, dtype and device are used.
         progress: called with the name of every module or tensor.
     """
     with torch.device("meta"):
@@ -142,7 +143,9 @@ def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def _prune(weight: Tensor, partition: Partition) -> Tensor:
-    """Magnitude 2:4 in the 2:4 region, in place."""
+    """By magnitude: whole tiles, or 2:4 in the 2:4 region (in place)."""
+    if partition.tiles is not None:
+        return prune_tiles_by_magnitude(weight, partition.tiles)
     sparse = partition.size_of(RegionKind.SPARSE_24)
     if sparse:
         part = weight[:sparse] if partition.split == "output" else weight
