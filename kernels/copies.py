@@ -21,7 +21,8 @@ from vllm_spense.format.partition import RegionKind
 from vllm_spense.kernels.dispatch import DENSE_COPY, named_plan
 from vllm_spense.kernels.layouts import Blob24
 from vllm_spense.kernels.measurements import Table
-from vllm_spense.kernels.problem import Layout, Problem
+from vllm_spense.kernels.problem import Layout, Problem, Region
+from vllm_spense.kernels.tile_layout import TileBlob
 from vllm_spense.kernels.tuning import GRID
 
 __all__ = ["Copy", "choose_copies", "copy_bytes", "saved_bytes"]
@@ -45,9 +46,15 @@ def copy_bytes(layout: Layout) -> int:
 
 def saved_bytes(layout: Layout) -> int:
     """What the sparse regions of a layer save against a dense weight."""
-    sparse = [r for r in layout.regions if r.kind is RegionKind.SPARSE_24]
-    stored = sum(Blob24(r.rows, r.cols, layout.weight_dtype).storage_shape[0] for r in sparse)
+    sparse = [r for r in layout.regions if r.kind is not RegionKind.DENSE]
+    stored = sum(_stored_bytes(r, layout.weight_dtype) for r in sparse)
     return sum(r.rows * r.cols for r in sparse) * layout.weight_dtype.itemsize - stored
+
+
+def _stored_bytes(region: Region, dtype: torch.dtype) -> int:
+    if region.tiles is not None:
+        return TileBlob(region.rows, region.tiles, dtype).storage_shape[0]
+    return Blob24(region.rows, region.cols, dtype).storage_shape[0]
 
 
 def choose_copies(

@@ -4,11 +4,13 @@ import pytest
 import torch
 from layers import FP8, input_split, make_layer, output_split, random_input, relative_error
 
+from vllm_spense.format.partition import RegionKind
+from vllm_spense.format.tiles import Tiles
 from vllm_spense.kernels import cusparselt, ops, scaled_mm
 from vllm_spense.kernels.copies import choose_copies, copy_bytes, saved_bytes
 from vllm_spense.kernels.dispatch import DENSE_COPY, REGIONS
 from vllm_spense.kernels.measurements import LayerRow, Table, layer_key
-from vllm_spense.kernels.problem import Layout
+from vllm_spense.kernels.problem import Layout, Region
 
 BF16 = torch.bfloat16
 UP = Layout(1024, 512, output_split(1024, 512, 256), FP8)
@@ -39,6 +41,8 @@ def test_bytes():
     assert copy_bytes(UP) == 768 * 512
     assert copy_bytes(DOWN) == 512 * 1024  # its dense region has half rows: no view
     assert saved_bytes(UP) == saved_bytes(DOWN) == 768 * 512 * 3 // 8
+    tiled = Region(RegionKind.ZERO_TILES, 0, 256, 0, 512, Tiles(64, 128, 1, 4))
+    assert saved_bytes(Layout(256, 512, (tiled,), FP8)) == 256 * 512 * 3 // 4 - 4 * 4
 
 
 def test_nothing_to_gain_nothing_copied():
