@@ -54,7 +54,7 @@ prune spensegpt --method spensegpt --dense-share 0.25
 prune spensegpt+ --method spensegpt+ --dense-share 0.25
 
 say "quality, on text that was not calibrated on"
-python3 scripts/evaluate.py "$model" "$out"/{sparsegpt,spensegpt,spensegpt+} --samples 8
+python3 scripts/evaluate.py "$model" "$out"/{sparsegpt,spensegpt,spensegpt+} --samples 4
 
 say "vllm serve $out/spensegpt+ --quantization spense"
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
