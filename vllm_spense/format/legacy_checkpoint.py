@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from vllm_spense.format.checkpoint import CheckpointWriter, _read_json, read_headers
+from vllm_spense.format.checkpoint import CheckpointWriter
 from vllm_spense.format.fp8 import FP8
 from vllm_spense.format.legacy import METHOD, LegacyQuantization, Stored, claims
 from vllm_spense.format.legacy_planes import to_planes
@@ -30,6 +30,7 @@ from vllm_spense.format.planes import (
     verify_specs,
 )
 from vllm_spense.format.schema import make_quantization
+from vllm_spense.format.shards import read_headers, read_json
 
 __all__ = ["Conversion", "LegacyCheckpoint", "convert_legacy", "legacy_config"]
 
@@ -81,7 +82,7 @@ class LegacyCheckpoint:
             ValueError: naming the file, tensor or key that is wrong or cannot be read.
         """
         folder = Path(folder)
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         described = legacy_config(config)
         if not claims(described):
             raise ValueError(
