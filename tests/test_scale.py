@@ -1,4 +1,7 @@
-"""The scale kernel in Triton's interpreter against float64."""
+"""The scale kernel in Triton's interpreter against float64, every number within one ulp.
+
+Not half of one: the interpreter cuts BF16 off where a GPU rounds.
+"""
 
 import os
 import subprocess
@@ -7,6 +10,7 @@ from pathlib import Path
 
 SCRIPT = """
 import itertools, torch
+torch.manual_seed(0)
 from vllm_spense.kernels.scale import scale_in_place
 
 for (m, n), bias_dtype, static, dtype in itertools.product(
@@ -24,9 +28,9 @@ for (m, n), bias_dtype, static, dtype in itertools.product(
     expected = view.double() * x_scale * w_scale.t() + (0 if bias is None else bias.double())
     found = scale_in_place(view, x_scale, w_scale, bias)
     assert found.data_ptr() == view.data_ptr()
-    if m:
-        error = ((found.double() - expected).norm() / expected.norm()).item()
-        assert error < 4e-3, (m, n, bias_dtype, static, dtype, error)
+    ulp = torch.finfo(dtype).eps * expected.abs() + 1e-6  # sums in float32 may cancel
+    worst = ((found.double() - expected).abs() / ulp).amax() if m else 0.0
+    assert worst <= 1, (m, n, bias_dtype, static, dtype, worst)
     around[1 : m + 1, :n] = view
     assert torch.equal(around, y), "something outside was written"
 print("scaled")
