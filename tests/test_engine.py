@@ -14,10 +14,12 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from models import expand, prune, smollm2, tiny_qwen3
+from models import expand, prune, tiny_qwen3
 from safetensors.torch import load_file
 from test_checkpoint import change_json, change_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_spense.pruning.smollm2 import save_smollm2
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -29,7 +31,7 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 
 @pytest.fixture(scope="session")
 def smollm2_folder(tmp_path_factory):
-    return smollm2(tmp_path_factory.mktemp("smollm2") / "dense")
+    return save_smollm2(tmp_path_factory.mktemp("smollm2") / "dense")
 
 
 @pytest.fixture(scope="session")
