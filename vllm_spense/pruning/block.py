@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vllm_spense.format.partition import RegionKind
 from vllm_spense.format.planes import decode, encode, specs
+from vllm_spense.pruning.architecture import MLP
 from vllm_spense.pruning.blocks import spread_order
 from vllm_spense.pruning.hessian import Hessian, diagonal_energy
 from vllm_spense.pruning.method import InputStatistics, prune_weight
@@ -31,7 +32,7 @@ __all__ = ["BlockPruner", "BlockResult", "load_block", "permute_mlp"]
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
-DOWN = "mlp.down_proj"
+DENSE_MLP = "mlp"
 
 
 @dataclass
@@ -40,13 +41,14 @@ class BlockResult:
 
     Attributes:
         tensors: full name → tensor on the CPU: planes, norms, biases, untouched weights.
-        order: int32 [I], original index of each intermediate channel; None if nothing moved.
+        orders: MLP below the layer, such as `mlp` → int32 [I], original index of each intermediate
+            channel; only where channels moved.
         reports: one per module.
         warnings: such as raised dampening.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    order: Tensor | None = None
+    orders: dict[str, Tensor] = field(default_factory=dict)
     reports: list[ModuleReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -84,19 +86,28 @@ class BlockPruner:
             mlp_input, mlp_batches = self._mlp_inputs({})
         else:
             mlp_input, mlp_batches = self._mlp_inputs(self._quantise_attention())
-        statistics = self._statistics(mlp_input, "mlp.gate_proj and up_proj")
-        if self.settings.method == "blocks":
-            self._permute(mlp_batches, self._tile_order)
-        elif self.settings.method == "spensegpt+" and 0 < self.plan.dense_share < 1:
-            self._permute(mlp_batches, partial(self._dense_last, statistics.energy))
-        for child in ("mlp.gate_proj", "mlp.up_proj"):
-            self._replace(child, statistics)
-        down_input = self._hessian(DOWN)
-        with on_inputs([(self.layer.mlp.down_proj, down_input.add)]):
-            self._run_mlp(mlp_batches)
-        self._replace(DOWN, self._statistics(down_input, DOWN))
+        self._prune_mlps(mlp_input, mlp_batches)
         self.result.tensors = _stored_tensors(self.layer, self.name, self.planes)
         return self.result
+
+    def _prune_mlps(self, inputs: Hessian, batches: list[Tensor]) -> None:
+        """The one MLP of a dense layer; `batches` [windows, length, hidden] on the CPU."""
+        self._prune_mlp(DENSE_MLP, inputs, batches)
+
+    def _prune_mlp(self, mlp: str, inputs: Hessian, batches: list[Tensor]) -> None:
+        """Permute, prune and store gate, up and down of the gated MLP called `mlp`."""
+        statistics = self._statistics(inputs, f"{mlp}.gate_proj and up_proj")
+        down = f"{mlp}.down_proj"
+        if self.settings.method == "blocks":
+            self._permute(mlp, batches, self._tile_order)
+        elif self.settings.method == "spensegpt+" and self.plan.partitions[down].single is None:
+            self._permute(mlp, batches, partial(self._dense_last, statistics.energy))
+        for child in (f"{mlp}.gate_proj", f"{mlp}.up_proj"):
+            self._replace(child, statistics)
+        down_input = self._hessian(down)
+        with on_inputs([(self.layer.get_submodule(down), down_input.add)]):
+            self._run_mlp(mlp, batches)
+        self._replace(down, self._statistics(down_input, down))
 
     def _prune_attention(self) -> None:
         """q, k and v from the layer's input; o from what the pruned q, k and v give."""
@@ -151,32 +162,34 @@ class BlockPruner:
                 pass
         return batches
 
-    def _run_mlp(self, batches: list[Tensor]) -> None:
+    def _run_mlp(self, mlp: str, batches: list[Tensor]) -> None:
         for batch in batches:
-            self.layer.mlp(batch.to(self.settings.device))
+            self.layer.get_submodule(mlp)(batch.to(self.settings.device))
 
-    def _permute(self, batches: list[Tensor], order_of: Callable[[Tensor], Tensor]) -> None:
+    def _permute(
+        self, mlp: str, batches: list[Tensor], order_of: Callable[[str, Tensor], Tensor]
+    ) -> None:
         """Reorder the intermediate channels, given diag(H) [I] of the inputs of down."""
-        mlp, device = self.layer.mlp, self.settings.device
-        energy = torch.zeros(mlp.down_proj.in_features, device=device)
-        with on_inputs([(mlp.down_proj, lambda x: energy.add_(diagonal_energy(x)))]):
-            self._run_mlp(batches)
-        order = order_of(energy)
-        permute_mlp(mlp, order)
-        self.result.order = order.to(torch.int32).cpu()
+        module, device = self.layer.get_submodule(mlp), self.settings.device
+        energy = torch.zeros(module.down_proj.in_features, device=device)
+        with on_inputs([(module.down_proj, lambda x: energy.add_(diagonal_energy(x)))]):
+            self._run_mlp(mlp, batches)
+        order = order_of(mlp, energy)
+        permute_mlp(module, order)
+        self.result.orders[mlp] = order.to(torch.int32).cpu()
 
-    def _dense_last(self, mlp_energy: Tensor, down_energy: Tensor) -> Tensor:
+    def _dense_last(self, mlp_energy: Tensor, mlp: str, down_energy: Tensor) -> Tensor:
         """SpenseGPT+: the channels that matter most go last."""
-        mlp = self.layer.mlp
-        weights = (child.weight for child in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        return dense_last_order(
-            channel_scores(*weights, mlp_energy, down_energy), self.plan.mlp_dense
-        )
+        module = self.layer.get_submodule(mlp)
+        weights = (module.get_submodule(child).weight for child in MLP)
+        dense = self.plan.partitions[f"{mlp}.down_proj"].size_of(RegionKind.DENSE)
+        return dense_last_order(channel_scores(*weights, mlp_energy, down_energy), dense)
 
-    def _tile_order(self, down_energy: Tensor) -> Tensor:
+    def _tile_order(self, mlp: str, down_energy: Tensor) -> Tensor:
         """Zero tiles: columns of down that matter alike share tiles."""
-        scores = self.layer.mlp.down_proj.weight.float().square().sum(0) * down_energy
-        return spread_order(scores, self.plan.partitions[DOWN].tiles)
+        down = f"{mlp}.down_proj"
+        scores = self.layer.get_submodule(down).weight.float().square().sum(0) * down_energy
+        return spread_order(scores, self.plan.partitions[down].tiles)
 
     def _hessian(self, child: str) -> Hessian:
         """An empty Hessian for the inputs of a projection."""

@@ -245,8 +245,8 @@ class _Run:
         for index in range(total):
             result = self.work.load_block(index)
             writer.add(result.tensors)
-            if result.order is not None:
-                orders[f"{decoder.layer_name(index)}.mlp"] = result.order
+            layer = decoder.layer_name(index)
+            orders |= {f"{layer}.{mlp}": order for mlp, order in result.orders.items()}
             progress("write", index + 1, total)
         partitions = {
             f"{decoder.layer_name(index)}.{child}": partition

@@ -27,7 +27,7 @@ from vllm_spense.pruning.report import ModuleReport
 
 __all__ = ["WorkFolder", "WorkFolderError"]
 
-_ORDER = "intermediate_order"  # no full tensor name is without a dot
+_ORDER = "intermediate_order:"  # + the MLP below the layer; no tensor name has a colon
 _SETTINGS = "settings.json"
 _TOKENS = "calibration.safetensors"
 
@@ -103,8 +103,7 @@ class WorkFolder:
     def save_block(self, index: int, result: BlockResult) -> None:
         """Keep a finished layer."""
         tensors = {name: tensor.contiguous() for name, tensor in result.tensors.items()}
-        if result.order is not None:
-            tensors[_ORDER] = result.order
+        tensors |= {f"{_ORDER}{mlp}": order for mlp, order in result.orders.items()}
         report = {
             "reports": [asdict(module) for module in result.reports],
             "warnings": result.warnings,
@@ -119,7 +118,11 @@ class WorkFolder:
         report = json.loads(metadata["report"])
         return BlockResult(
             tensors={name: tensors[name] for name in report["names"]},
-            order=tensors.get(_ORDER),
+            orders={
+                name.removeprefix(_ORDER): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(_ORDER)
+            },
             reports=[ModuleReport(**module) for module in report["reports"]],
             warnings=report["warnings"],
         )
