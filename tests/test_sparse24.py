@@ -80,3 +80,19 @@ def test_every_metadata_byte():
         meta = torch.tensor([[0x44, byte]], dtype=torch.uint8)
         valid = byte & 0xF in ascending and byte >> 4 in ascending
         assert sparse24.invalid_metadata(meta) == (None if valid else (0, 1))
+
+
+def test_every_mask_and_the_row_of_an_error_past_a_chunk(monkeypatch):
+    """All patterns of zeros in a group, and rows that are compressed in several parts."""
+    monkeypatch.setattr(sparse24, "_CHUNK", 32)  # four rows
+    masks = [mask for mask in range(16) if mask.bit_count() <= 2]
+    weight = torch.zeros(9, 8)
+    for row in range(9):
+        for group, mask in enumerate((masks[row], masks[row + 2])):
+            for i in range(4):
+                weight[row, 4 * group + i] = (mask >> i & 1) * (4.0 * group + i + 1)
+    values, meta = sparse24.compress(weight)
+    assert torch.equal(sparse24.expand(values, meta), weight)
+    weight[6, 4:7] = 1
+    with pytest.raises(ValueError, match="row 6, columns 4–7 hold more than two nonzeros"):
+        sparse24.compress(weight)

@@ -18,8 +18,6 @@ from vllm_spense.format.partition import META_GROUP, Partition, RegionKind
 
 __all__ = ["channel_scale", "metadata", "to_planes"]
 
-_CHUNK = 4096  # rows; compressing needs several times the memory of what it compresses
-
 
 def metadata(bitmask: Tensor, name: str) -> Tensor:
     """Bitmask [N, K/8] uint8 → metadata of the same shape.
@@ -86,8 +84,6 @@ def _compress(weight: Tensor) -> tuple[tuple[Tensor, Tensor] | None, str]:
     if weight.shape[1] % META_GROUP:
         return None, f"{weight.shape[1]} columns are not a multiple of {META_GROUP}"
     try:
-        parts = [sparse24.compress(rows) for rows in weight.split(_CHUNK)]
+        return sparse24.compress(weight), ""
     except ValueError:
         return None, "it has groups of four with more than two nonzeros"
-    values, meta = zip(*parts, strict=True)
-    return (torch.cat(values), torch.cat(meta)), ""

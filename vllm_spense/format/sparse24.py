@@ -20,6 +20,22 @@ __all__ = ["VALID_NIBBLES", "compress", "expand", "invalid_metadata"]
 
 VALID_NIBBLES = tuple(a | b << 2 for a in range(4) for b in range(a + 1, 4))
 
+_CHUNK = 1 << 22  # weights compressed at a time: what is in between takes several times their memory
+_CROWDED = 0xFF
+# Moves the lowest bits of the four bytes of a word (little-endian) next to one another, to bit 24.
+_GATHER_BITS = 1 << 24 | 1 << 17 | 1 << 10 | 1 << 3
+
+
+def _nibble_of(mask: int) -> int:
+    """Bit i of `mask` is set where weight i is not zero: nonzeros first, then the lowest zeros."""
+    if mask.bit_count() > 2:
+        return _CROWDED
+    first, second = sorted(sorted(range(4), key=lambda i: not mask >> i & 1)[:2])
+    return first | second << 2
+
+
+_NIBBLES = torch.tensor([_nibble_of(mask) for mask in range(16)], dtype=torch.uint8)
+
 
 def _bits(weight: Tensor) -> Tensor:
     """The same memory as integers: FP8 has few operators, and −0.0 and NaN must survive."""
@@ -42,22 +58,33 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, cols = weight.shape
     if cols % META_GROUP:
         raise ValueError(f"a 2:4 region has {cols} columns; needed: a multiple of {META_GROUP}")
-    groups = weight.reshape(rows, cols // GROUP, GROUP)
-    zero = groups.float() == 0
-    crowded = (~zero).sum(-1) > 2
+    bits = _bits(weight.contiguous())
+    values = bits.new_empty(rows, cols // 2)
+    meta = torch.empty(rows, cols // META_GROUP, dtype=torch.uint8, device=weight.device)
+    step = max(1, _CHUNK // cols)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        groups = bits[part].view(-1, cols // GROUP, GROUP)
+        nibbles = _nibbles(groups, start)
+        kept = torch.stack([nibbles & 3, nibbles >> 2], -1).long()
+        values[part] = groups.gather(-1, kept).flatten(1)
+        meta[part] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return values.view(weight.dtype), meta
+
+
+def _nibbles(groups: Tensor, first_row: int) -> Tensor:
+    """Metadata of [rows, groups, 4] weights as integers: uint8 [rows, groups]."""
+    magnitude = torch.iinfo(groups.dtype).max >> (groups.dtype == torch.uint8)  # all but the sign
+    nonzero = ((groups & magnitude) != 0).view(torch.int32).squeeze(-1)  # a byte 0 or 1 for each
+    nibbles = _NIBBLES.to(groups.device)[nonzero * _GATHER_BITS >> 24 & 0xF]
+    crowded = nibbles == _CROWDED
     if crowded.any():
         row, group = crowded.nonzero()[0].tolist()
         raise ValueError(
-            f"row {row}, columns {group * GROUP}–{group * GROUP + 3} "
+            f"row {first_row + row}, columns {group * GROUP}–{group * GROUP + 3} "
             "hold more than two nonzeros: not 2:4"
         )
-    order = zero.to(torch.int8) * GROUP + torch.arange(
-        GROUP, dtype=torch.int8, device=weight.device
-    )
-    kept = order.argsort(-1)[..., :2].sort(-1).values  # nonzeros first, then the lowest positions
-    values = _bits(groups).gather(-1, kept).reshape(rows, cols // 2).view(weight.dtype)
-    nibbles = (kept[..., 0] | kept[..., 1] << 2).to(torch.uint8)
-    return values.contiguous(), nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return nibbles
 
 
 def positions(meta: Tensor) -> Tensor:
