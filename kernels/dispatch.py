@@ -2,14 +2,15 @@
 
 A frozen `Problem` goes in, a frozen `Plan` comes out: one `Step` per launch or library call, dense
 regions before sparse ones. Plans are chosen inside the opaque op, by the M of the call, so compiled
-and captured graphs never hold a choice. Measured times (`measurements.py`) decide; without them the
-first candidate of each path runs.
+and captured graphs never hold a choice. Measured times (`measurements.py`) decide. A region without
+any runs by the first candidate of the first path that takes it; a path for whole layers only where
+it was measured.
 
 A path is a module with
 
     NAME, WHOLE_LAYER (takes all regions at once), PADS_ROWS (wants M padded to 16)
     can_implement(problem) -> (bool, reason)
-    candidates(problem) -> configurations; the first one runs where nothing has been measured
+    candidates(problem) -> configurations, the most promising one first
     run(problem, x, weights, y, *, alpha, accumulate, config); weights in the problem's order
 
 A layer may come with one tensor more than it has regions: its dense weight [N, K]. Then the plan
@@ -19,6 +20,7 @@ can be "dense", and is where that was measured to be fastest.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -26,8 +28,8 @@ from types import ModuleType
 import torch
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels import block_sparse, cusparselt, scaled_mm
-from vllm_spense.kernels.measurements import Table, parse_candidate
+from vllm_spense.kernels import block_sparse, cusparselt, decode, scaled_mm
+from vllm_spense.kernels.measurements import Table, candidate, parse_candidate
 from vllm_spense.kernels.problem import Config, Layout, Problem, Region, padded_rows
 
 __all__ = [
@@ -38,9 +40,10 @@ __all__ = [
     "named_plan",
     "refusal",
     "region_refusals",
+    "whole_candidates",
 ]
 
-PATHS: tuple[ModuleType, ...] = (cusparselt, scaled_mm, block_sparse)
+PATHS: tuple[ModuleType, ...] = (decode, cusparselt, scaled_mm, block_sparse)
 REGIONS, BESIDE, DENSE_COPY = "regions", "regions beside", "dense"  # plans, as layer rows name
 logger = logging.getLogger(__name__)
 
@@ -96,11 +99,14 @@ def make_plan(problem: Problem, table: Table | None = None, dense_copy: bool = F
         plan = named_plan(problem, name, table, dense_copy)
         if plan:
             return plan
+    return _by_regions(problem, table)
+
+
+def whole_candidates(problem: Problem) -> Iterator[str]:
+    """Names of the plans that run all regions in one launch, the most promising one first."""
     for path in PATHS:
         if path.WHOLE_LAYER and _takes(path, problem):
-            config = path.candidates(problem)[0]
-            return _whole(path, problem, config)
-    return _by_regions(problem, table)
+            yield from (candidate(path.NAME, config) for config in path.candidates(problem))
 
 
 def named_plan(problem: Problem, name: str, table: Table, dense_copy: bool) -> Plan | None:

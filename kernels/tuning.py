@@ -11,7 +11,9 @@ Weights are random with the magnitudes of quantised ones: zeros would run faster
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from itertools import islice
 from types import ModuleType
 
 import torch
@@ -29,8 +31,10 @@ GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = (24, 48, 72, 100, 136, 200, 264, 300, 392, 520, 768, 1500, 3001)  # past tile boundaries
 _FULL = tuple(m for m in GRID if m >= ROW_STEP)  # below, M is padded to 16
 _WRONG = 1e-2  # ‖y − ref‖ / ‖ref‖; FP8 tensor cores reach 3e-3 at K = 8192 (fast accumulation)
-_KEEP = 4  # candidates of a region that a row keeps
+_KEEP = 4  # candidates that a row keeps
+_BY_REGIONS = (dispatch.REGIONS, dispatch.BESIDE)
 _HOPELESS = 2.0  # times the best: not measured further
+Captures = Mapping[str, Callable[[], timing.Captured | None]]
 
 
 class Tuner:
@@ -43,14 +47,17 @@ class Tuner:
         deadline: float = float("inf"),
         repetitions: int = 9,
         device: torch.device | None = None,
+        whole: int = 6,
     ) -> None:
-        """`report` gets a line per problem; after `deadline` (time.monotonic) nothing starts."""
+        """`report` gets a line per problem; after `deadline` (time.monotonic) nothing starts.
+        `whole` is how many launches of a whole layer are tried at each M."""
         self.table = Table()
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._out_dtype = out_dtype
         self._report = report
         self._deadline = deadline
         self._repetitions = repetitions
+        self._whole = whole
 
     @property
     def late(self) -> bool:
@@ -110,26 +117,32 @@ class Tuner:
         x = random_input(
             *(padded_rows(problem.m), problem.layout.k, operands.layout.weight_dtype, self.device)
         )
+        captures = {
+            name: partial(self._capture_region, problem, operands, x, path, config)
+            for name, (path, config) in named.items()
+            if (only is None or name in only) and _accepted(path, problem, config)
+        }
+        times = self._contest(captures)
+        self._report(f"{problem.region.label} {problem.region.rows}x{problem.region.cols} "
+                     f"M={problem.m} {times}")  # fmt: skip
+        return times
+
+    def _contest(self, captures: Captures, always: Collection[str] = ()) -> Times:
+        """Microseconds of the best candidates and of those in `always`; wrong ones are left out."""
         captured: dict[str, timing.Captured] = {}
         first: dict[str, float] = {}
-        for name, (path, config) in named.items():
-            if only is not None and name not in only:
-                continue
-            if path is cusparselt and not cusparselt.accepts(problem, config):
-                continue
-            graph = self._capture_region(problem, operands, x, path, config)
+        for name, capture in captures.items():
+            graph = capture()
             if graph is None:
                 continue
             graph.replay()
             first[name] = graph.replay()
-            if first[name] <= _HOPELESS * min(first.values()):
+            if name in always or first[name] <= _HOPELESS * min(first.values()):
                 captured[name] = graph
-        best = sorted(captured, key=first.__getitem__)[:_KEEP]
-        samples = timing.alternate({name: captured[name] for name in best}, self._repetitions)
-        times = {name: round(sample.median, 2) for name, sample in samples.items()}
-        self._report(f"{problem.region.label} {problem.region.rows}x{problem.region.cols} "
-                     f"M={problem.m} {times}")  # fmt: skip
-        return times
+        ranked = sorted(captured, key=lambda name: (name not in always, first[name]))
+        kept = {name: captured[name] for name in ranked[: len(set(always) & set(captured)) + _KEEP]}
+        samples = timing.alternate(kept, self._repetitions)
+        return {name: round(sample.median, 2) for name, sample in samples.items()}
 
     def _capture_region(
         self,
@@ -168,23 +181,19 @@ class Tuner:
         """Whole plans of a layer, and its dense twin, alternating."""
         problem = self._problem(operands.layout, m)
         x = random_input(m, operands.layout.k, operands.layout.weight_dtype, self.device)
-        names = [dispatch.REGIONS, dispatch.BESIDE] + [
-            name_of(path.NAME, config)
-            for path in dispatch.PATHS
-            if path.WHOLE_LAYER and path.can_implement(problem)[0]
-            for config in path.candidates(problem)
-        ]
-        captured = {}
-        for name in names:
-            plan = dispatch.named_plan(problem, name, self.table, False)
-            if plan and (graph := self._capture_plan(plan, operands, x)):
-                captured[name] = graph
+        plans = {
+            name: dispatch.named_plan(problem, name, self.table, False)
+            for name in (*_BY_REGIONS, *islice(dispatch.whole_candidates(problem), self._whole))
+        }
+        captures = {
+            name: partial(self._capture_plan, plan, operands, x)
+            for name, plan in plans.items()
+            if plan
+        }
         if operands is not twin:
             plan = dispatch.make_plan(self._problem(twin.layout, m), self.table)
-            if graph := self._capture_plan(plan, twin, x):
-                captured[dispatch.DENSE_COPY] = graph
-        samples = timing.alternate(captured, self._repetitions)
-        times = {name: round(sample.median, 2) for name, sample in samples.items()}
+            captures[dispatch.DENSE_COPY] = partial(self._capture_plan, plan, twin, x)
+        times = self._contest(captures, (*_BY_REGIONS, dispatch.DENSE_COPY))
         layout = operands.layout
         dtypes = DTYPES[layout.weight_dtype], DTYPES[self._out_dtype]
         self.table.add((), [LayerRow(*dtypes, m, times, layer_key(layout))])
@@ -205,6 +214,11 @@ class Tuner:
         return timing.capture(
             [lambda w=w: run(w) for w in operands.copies], _rounds(operands, x.shape[0])
         )
+
+
+def _accepted(path: ModuleType, problem: Problem, config: Config) -> bool:
+    """Whether a library takes a candidate: some of its algorithms fail for some sizes."""
+    return path is not cusparselt or cusparselt.accepts(problem, config)
 
 
 def dense_twin(layout: Layout) -> Layout:

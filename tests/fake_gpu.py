@@ -4,7 +4,7 @@ import pytest
 import torch
 from layers import FP8
 
-from vllm_spense.kernels import cusparselt, execution, reference, scaled_mm, timing
+from vllm_spense.kernels import cusparselt, decode, execution, reference, scaled_mm, timing
 from vllm_spense.kernels.measurements import candidate
 from vllm_spense.kernels.problem import Layout, Region
 
@@ -25,6 +25,8 @@ class FakeGraph:
 
 
 def _time(name):
+    if name.startswith("decode "):
+        return 3.0 if "warps=4" in name else 9.0
     return {"cusparselt alg=3": 4.0, "scaled_mm gemm=cublaslt": 6.0, WRONG: 0.5}.get(name, 7.0)
 
 
@@ -46,6 +48,11 @@ def _dense(x, weight, out, alpha, accumulate):
     out.copy_(x.float() @ weight.float())
 
 
+def _decode_run(problem, x, weights, y, *, alpha, accumulate, config):
+    RUNNING.append(candidate("decode", config))
+    y.copy_(x.float() @ reference.expand(problem.layout, weights).t())
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """Region paths run on the CPU and take scripted times."""
@@ -55,6 +62,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(cusparselt, "missing", lambda: "")
     monkeypatch.setattr(cusparselt, "accepts", lambda problem, config: config != (("alg", 7),))
     monkeypatch.setattr(cusparselt, "run", _sparse_run)
+    monkeypatch.setattr(decode, "run", _decode_run)
     monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: None)
     monkeypatch.setitem(scaled_mm._WAYS, "cublaslt", _dense)
 

@@ -101,12 +101,21 @@ def test_fp16_outputs_borrow_from_bf16_ones():
         ({REGIONS: 5.0, BESIDE: 4.0, DENSE_COPY: 3.0}, True, False, 1),
         ({REGIONS: 5.0, BESIDE: 4.0, DENSE_COPY: 3.0}, False, True, 4),
         ({REGIONS: 5.0, BESIDE: 6.0}, False, False, 4),
-        ({"decode warps=8": 1.0, REGIONS: 5.0}, False, False, 4),
+        ({"decode warps=8": 1.0, REGIONS: 5.0}, False, False, 4),  # a configuration that is gone
     ],
 )
 def test_whole_plans_by_measured_time(times, copy, beside, count):
     plan = make_plan(problem(GATE_UP, 64), Table((), [layer_row(64, times)]), copy)
     assert (plan.beside, len(plan.steps)) == (beside, count)
+
+
+@pytest.mark.parametrize(("m", "path"), [(8, "decode"), (7, "decode"), (33, "scaled_mm")])
+def test_a_launch_for_the_whole_layer_runs_where_it_was_measured(m, path):
+    name = next(dispatch.whole_candidates(problem(GATE_UP, 8)))
+    table = Table((), [layer_row(8, {name: 1.0, REGIONS: 5.0})])
+    first = make_plan(problem(GATE_UP, m), table).steps[0]
+    assert first.path == path and make_plan(problem(GATE_UP, m)).steps[0].path == "scaled_mm"
+    assert path != "decode" or first.weights == (0, 1, 2, 3)
 
 
 def test_the_dense_copy_follows_the_regions():
