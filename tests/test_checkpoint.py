@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_sparse24 import random_24
 
-from vllm_spense.format.checkpoint import INDEX, INTERMEDIATE_ORDER, Checkpoint, CheckpointWriter
+from vllm_spense.format.checkpoint import INTERMEDIATE_ORDER, Checkpoint, CheckpointWriter
 from vllm_spense.format.partition import Partition, RegionKind, Segment
 from vllm_spense.format.planes import decode, encode
 from vllm_spense.format.schema import make_quantization
+from vllm_spense.format.shards import INDEX
 
 FP8 = torch.float8_e4m3fn
 HIDDEN, INTERMEDIATE = 16, 32
