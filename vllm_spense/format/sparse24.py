@@ -20,7 +20,9 @@ __all__ = ["VALID_NIBBLES", "compress", "expand", "invalid_metadata"]
 
 VALID_NIBBLES = tuple(a | b << 2 for a in range(4) for b in range(a + 1, 4))
 
-_CHUNK = 1 << 22  # weights compressed at a time: what is in between takes several times their memory
+_CHUNK = (
+    1 << 22
+)  # weights compressed at a time: what is in between takes several times their memory
 _CROWDED = 0xFF
 # Moves the lowest bits of the four bytes of a word (little-endian) next to one another, to bit 24.
 _GATHER_BITS = 1 << 24 | 1 << 17 | 1 << 10 | 1 << 3
