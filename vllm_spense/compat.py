@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 import vllm
+from compressed_tensors.quantization import QuantizationArgs
 from packaging.version import Version
 from torch import nn
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod as DenseFp8Experts,
+)
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
@@ -22,11 +26,14 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 __all__ = [
+    "DenseFp8Experts",
     "RoutedExperts",
     "check_version",
     "compiled",
     "dense_fp8_kernel",
+    "describe_fp8_experts",
     "dummy_weights",
+    "fp8_expert_arguments",
     "remember_choice",
     "rename_mapper",
     "token_quantizer",
@@ -95,6 +102,23 @@ def dense_fp8_kernel(rows: int, cols: int, dtype: torch.dtype, module: str) -> A
         weight_shape=(rows, cols),
         module_name=module,
     )
+
+
+def fp8_expert_arguments() -> tuple[QuantizationArgs, QuantizationArgs]:
+    """Weights by channel, activations by token, as `DenseFp8Experts` takes them."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    return (
+        QuantizationArgs(**common, strategy="channel", dynamic=False),
+        QuantizationArgs(**common, strategy="token", dynamic=True),
+    )
+
+
+def describe_fp8_experts(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Attributes that `DenseFp8Experts` puts on a layer beside its weights."""
+    layer.num_experts = layer.local_num_experts
+    layer.orig_dtype = dtype
+    layer.weight_block_size = None
+    layer.w13_input_scale = layer.w2_input_scale = None
 
 
 def tensor_parallel(layer: nn.Module) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import (
@@ -115,10 +116,12 @@ class SpenseConfig(QuantizationConfig):
         """
         if isinstance(layer, LinearBase):
             return self._linear_method(prefix)
-        if isinstance(layer, compat.RoutedExperts) or self._is_described(prefix):
+        if isinstance(layer, compat.RoutedExperts):
+            return self._experts_method(layer, prefix)
+        if self._is_described(prefix):
             raise ValueError(
-                f"{prefix} is a {type(layer).__name__}; this release serves pruned linear "
-                "layers only"
+                f"{prefix} is a {type(layer).__name__}; this release serves pruned linear layers "
+                "and experts only"
             )
         return None
 
@@ -138,6 +141,28 @@ class SpenseConfig(QuantizationConfig):
                 "as dense regions instead"
             )
         return SpenseLinearMethod(modules, tuple(partitions), self._quantization.dtype)
+
+    def _experts_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase:
+        """All experts of a layer have one description; ignored ones stay as they were."""
+        from vllm_spense.expert_planes import StoredExperts
+        from vllm_spense.experts import experts_method
+
+        names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        found = {
+            tuple(self._quantization.partition_of(f"{prefix}.{index}.{name}") for name in names)
+            for index in range(layer.moe_config.num_logical_experts)
+        }
+        if found == {(None,) * 3}:
+            info_once("spense: experts that the checkpoint does not quantise stay as they are")
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        partitions = found.pop()
+        if found or None in partitions:
+            raise ValueError(
+                f"{prefix}: its experts are not stored alike; all experts of a layer have the same "
+                "partitions, or all are ignored"
+            )
+        stored = StoredExperts(prefix, names, partitions, self._quantization.dtype)
+        return experts_method(stored, layer)
 
     def _modules(self, prefix: str) -> tuple[str, ...]:
         """The checkpoint's modules in a layer: q, k, v of qkv_proj; gate, up of gate_up_proj."""

@@ -63,6 +63,12 @@ class LegacyConfig(SpenseConfig):
     def _is_described(self, prefix: str) -> bool:
         return False
 
+    def _experts_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase:
+        raise ValueError(
+            f"{prefix}: experts of a compressed-tensors 2:4 checkpoint are not served as they are; "
+            "convert it: python scripts/convert.py LEGACY OUT"
+        )
+
     def _linear_method(self, prefix: str) -> QuantizeMethodBase:
         modules = self._modules(prefix)
         stored = tuple(self._legacy.stored_as(module) for module in modules)

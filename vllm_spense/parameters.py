@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from vllm_spense.format.tiles import INDEX_DTYPE
 
-__all__ = ["PlaneParameter"]
+__all__ = ["PlaneParameter", "copy_slice", "poisoned"]
 
 _QKV = {"q": 0, "k": 1, "v": 2}
 
@@ -59,27 +59,33 @@ class PlaneParameter(ModelWeightParameter):
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
         parts = self.tp_size if self.split_input else 1
         rank = self.tp_rank if self.split_input else 0
-        rows, cols = self.data.shape
-        self._expect(loaded_weight, (rows, cols * parts))
-        self.data.copy_(loaded_weight.narrow(1, rank * cols, cols))
+        copy_slice(self.data, loaded_weight, 1, rank, parts, self.plane_name)
 
     def _load_shard(self, loaded: Tensor, shard: int, rank: int, parts: int) -> None:
         """Copy rank's rows of projection `shard`, which is divided into `parts`."""
-        rows = self.shard_rows[shard]
-        self._expect(loaded, (rows * parts, self.data.shape[1]))
-        start = sum(self.shard_rows[:shard])
-        self.data.narrow(0, start, rows).copy_(loaded.narrow(0, rank * rows, rows))
-
-    def _expect(self, loaded: Tensor, shape: tuple[int, int]) -> None:
-        # A cast here would be silent: float8 rounds, uint8 wraps.
-        if tuple(loaded.shape) != shape or loaded.dtype != self.data.dtype:
-            raise ValueError(
-                f"{self.plane_name}: the checkpoint holds {list(loaded.shape)} {loaded.dtype}; "
-                f"needed: {list(shape)} {self.data.dtype} (tensor parallel size {self.tp_size})"
-            )
+        target = self.data.narrow(0, sum(self.shard_rows[:shard]), self.shard_rows[shard])
+        copy_slice(target, loaded, 0, rank, parts, self.plane_name)
 
 
-def poisoned(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def copy_slice(target: Tensor, loaded: Tensor, dim: int, rank: int, parts: int, name: str) -> None:
+    """Fill `target` with part `rank` of `loaded`, which has `parts` of them along `dim`.
+
+    Raises:
+        ValueError: naming `name`, when shape or dtype are not exactly that.
+    """
+    shape = list(target.shape)
+    shape[dim] *= parts
+    # A cast here would be silent: float8 rounds, uint8 wraps.
+    if list(loaded.shape) != shape or loaded.dtype != target.dtype:
+        raise ValueError(
+            f"{name}: the checkpoint holds {list(loaded.shape)} {loaded.dtype}; needed: {shape} "
+            f"{target.dtype} (divided over {parts} ranks)"
+        )
+    size = target.shape[dim]
+    target.copy_(loaded.narrow(dim, rank * size, size))
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A plane that no check will let pass until it is loaded: NaN, metadata 0x00, index −1."""
     if dtype == torch.uint8:
         return torch.zeros(shape, dtype=dtype)

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from vllm_spense.format.experts import check_mlps
 from vllm_spense.format.partition import Partition
 from vllm_spense.format.planes import TensorSpec, specs, verify_contents, verify_specs
 from vllm_spense.format.schema import SpenseQuantization
@@ -37,6 +38,7 @@ class Checkpoint:
         self.quantization = quantization
         self._headers = headers
         self._modules = _modules(quantization, headers)
+        check_mlps(self._modules, config)
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:

@@ -4,9 +4,10 @@ FP8 is described by compressed-tensors' `QuantizationArgs`, and module names are
 matches them (full names, or `re:` patterns). Anything that this version does not know is refused by
 name: an ignored key is a wrong answer later.
 
-Where later versions will go: experts are further targets of the same groups; KV-cache scales are
-announced by `kv_cache_scheme`; other scale layouts by `weights.strategy`; other region kinds by the
-`kind` of a segment; whatever else by a name in `features`.
+Experts are targets of the same groups, one pattern for a projection of all experts of a layer.
+Where later versions will go: KV-cache scales are announced by `kv_cache_scheme`; other scale
+layouts by `weights.strategy`; other region kinds by the `kind` of a segment; whatever else by a
+name in `features`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_spense.format.experts import targets_of
 from vllm_spense.format.partition import Partition, RegionKind, Segment
 from vllm_spense.format.planes import WEIGHT_DTYPES
 from vllm_spense.format.tiles import Tiles
@@ -262,8 +264,8 @@ def make_quantization(
 ) -> SpenseQuantization:
     """Describe a model whose modules (full names) have these partitions."""
     by_partition: dict[Partition, list[str]] = {}
-    for module, partition in partitions.items():
-        by_partition.setdefault(partition, []).append(module)
+    for target, partition in targets_of(partitions).items():
+        by_partition.setdefault(partition, []).append(target)
     fp8 = weight_dtype == torch.float8_e4m3fn
     return SpenseQuantization(
         weight_dtype=str(weight_dtype).removeprefix("torch."),
