@@ -7,8 +7,9 @@ and a second, small launch adds them in fixed order.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from vllm_spense.kernels.decode_plan import (
     PROCESSORS,
     TYPES,
     Config,
+    Launch,
     estimate,
     fits,
     kinds_of,
@@ -27,7 +29,7 @@ from vllm_spense.kernels.decode_plan import (
 )
 from vllm_spense.kernels.problem import Problem, Region
 
-__all__ = ["can_implement", "candidates", "run"]
+__all__ = ["can_implement", "candidates", "compile_only", "run"]
 
 NAME = "decode"
 WHOLE_LAYER = True
@@ -82,7 +84,37 @@ def candidates(problem: Problem) -> tuple[problems.Config, ...]:
     return tuple(tuple(asdict(found[launch]).items()) for launch in ranked)
 
 
-def _side(regions: list[Region], weights: list[Tensor], x: Tensor) -> tuple[tuple, tuple, tuple]:
+@dataclass(frozen=True)
+class Call:
+    """A launch of the decode kernel and, where k is split, of the reduction that follows."""
+
+    launch: Launch
+    split: int
+    options: dict[str, int | bool]
+
+    @classmethod
+    def of(cls, problem: Problem, config: problems.Config, alpha: float, processors: int) -> Call:
+        chosen = Config(**dict(config))
+        launch = plan(problem, chosen, processors, alpha)
+        options = {"num_warps": chosen.warps, "launch_pdl": bool(chosen.pdl)}
+        return cls(launch, chosen.split, options)
+
+    def arguments(self, problem: Problem, x: Any, out: Any, weights: list[Any], n: int) -> tuple:
+        """In the order of `decode_kernel`; x and weights as bytes."""
+        pairs = list(zip(problem.regions, weights, strict=True))
+        sides = [_side(side, [w for r, w in pairs if r in side], x) for side in kinds_of(problem)]
+        launch = self.launch
+        sizes = (problem.m, n, *launch.programs, *launch.groups)
+        return (x, out, *sides, *sizes, launch.shared_rows, launch.cut)
+
+    def reduction(self, out: Any, y: Any, count: int) -> tuple[tuple[int], tuple, dict]:
+        """Grid, arguments and options of `reduce_kernel`; `count` = M · n."""
+        pdl = self.options["launch_pdl"]
+        options = {"SPLIT": self.split, "W": 4, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+        return (-(-count // 512),), (out, y, count), options
+
+
+def _side(regions: list[Region], weights: list[Any], x: Any) -> tuple[tuple, tuple, tuple]:
     if not regions:
         return (x,), (0,), (0,)  # never read
     return tuple(weights), tuple(r.rows for r in regions), tuple(r.y_start for r in regions)
@@ -103,21 +135,34 @@ def run(
     from vllm_spense.kernels.decode_sums import reduce_kernel
 
     assert not accumulate and x.is_contiguous() and y.is_contiguous()
-    chosen, (m, n) = Config(**dict(config)), y.shape
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    launch = plan(problem, chosen, processors, alpha)
-    x = x.view(torch.uint8)
-    pairs = list(zip(problem.regions, (w.view(torch.uint8) for w in weights), strict=True))
-    sides = [
-        _side(side, [w for r, w in pairs if r in side], x) for side in kinds_of(problem)
-    ]  # fmt: skip
-    split = chosen.split
-    out = y if split == 1 else y.new_empty((split, m, n), dtype=torch.float32)
-    pdl = bool(chosen.pdl)
-    decode_kernel[launch.grid](
-        x, out, *sides, m, n, *launch.programs, *launch.groups, launch.shared_rows, launch.cut,
-        num_warps=chosen.warps, launch_pdl=pdl,
-    )  # fmt: skip
+    call = Call.of(problem, config, alpha, processors)
+    split, n = call.split, y.shape[1]
+    out = y if split == 1 else y.new_empty((split, *y.shape), dtype=torch.float32)
+    as_bytes = [w.view(torch.uint8) for w in weights]
+    arguments = call.arguments(problem, x.view(torch.uint8), out, as_bytes, n)
+    decode_kernel[call.launch.grid](*arguments, **call.options)
     if split > 1:
-        grid = (-(-m * n // 512),)
-        reduce_kernel[grid](out, y, m * n, SPLIT=split, W=4, PDL=pdl, num_warps=4, launch_pdl=pdl)
+        grid, arguments, options = call.reduction(out, y, y.numel())
+        reduce_kernel[grid](*arguments, **options)
+
+
+def compile_only(
+    problem: Problem, config: problems.Config, alpha: float, processors: int
+) -> list[Any]:
+    """Compile what `run` would launch, on no data; returns the compiled kernels."""
+    from triton.runtime.jit import MockTensor
+
+    from vllm_spense.kernels.decode_kernel import decode_kernel
+    from vllm_spense.kernels.decode_sums import reduce_kernel
+
+    call = Call.of(problem, config, alpha, processors)
+    some_bytes, y = MockTensor(torch.uint8), MockTensor(problem.out_dtype)
+    out = y if call.split == 1 else MockTensor(torch.float32)
+    n = problem.layout.n
+    arguments = call.arguments(problem, some_bytes, out, [some_bytes] * len(problem.regions), n)
+    found = [decode_kernel.warmup(*arguments, grid=call.launch.grid, **call.options)]
+    if call.split > 1:
+        grid, arguments, options = call.reduction(out, y, problem.m * n)
+        found.append(reduce_kernel.warmup(*arguments, grid=grid, **options))
+    return found
