@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_spense.kernels import decode
+from vllm_spense.kernels import decode, ops
+from vllm_spense.kernels.decode_plan import TOKENS
 from vllm_spense.kernels.dispatch import Step, make_plan
 from vllm_spense.kernels.measurements import Table
 from vllm_spense.kernels.problem import Layout, Problem
@@ -39,6 +40,13 @@ class Job:
     alpha: float
     processors: int
 
+    @classmethod
+    def on(cls, device: torch.device, step: Step, out_dtype: torch.dtype) -> Job:
+        """The launch of a step on a CUDA device."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        weight_dtype = step.problem.layout.weight_dtype
+        return cls(step, ops.alpha_for(weight_dtype, out_dtype), processors)
+
     def compile(self) -> None:
         """Into the cache of Triton's active driver."""
         decode.compile_only(self.step.problem, self.step.config, self.alpha, self.processors)
@@ -53,7 +61,7 @@ def decode_steps(
         plan = make_plan(Problem.whole(layout, m, out_dtype, capability), table)
         for step in plan.steps:
             if step.path == decode.NAME:
-                found.setdefault((-(-m // decode.TOKENS), step.config), step)
+                found.setdefault((-(-m // TOKENS), step.config), step)
     return list(found.values())
 
 

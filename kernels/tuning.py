@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from vllm_spense.format.partition import RegionKind
-from vllm_spense.kernels import cusparselt, dispatch, execution, timing
+from vllm_spense.kernels import compile_ahead, cusparselt, dispatch, execution, timing
 from vllm_spense.kernels.measurements import DTYPES, LayerRow, RegionRow, Table, Times, layer_key
 from vllm_spense.kernels.measurements import candidate as name_of
 from vllm_spense.kernels.operands import Operands, random_input
@@ -72,9 +72,21 @@ class Tuner:
         twin = operands if layout == dense else Operands.random(dense, self.device)
         if layout != dense:
             self._regions(twin, ms)
+        self._compile_ahead(layout, ms)
         for m in sorted(ms):
             if not self.late:
                 self._plans(operands, twin, m)
+
+    def _compile_ahead(self, layout: Layout, ms: tuple[int, ...]) -> None:
+        """Launches of the whole layer that will be tried, several at a time."""
+        jobs = []
+        for m in ms:
+            problem = self._problem(layout, m)
+            for name in islice(dispatch.whole_candidates(problem), self._whole):
+                (step,) = dispatch.named_plan(problem, name, self.table, False).steps
+                jobs.append(compile_ahead.Job.on(self.device, step, self._out_dtype))
+        seconds = compile_ahead.compile_ahead(jobs)
+        self._report(f"compiled {len(jobs)} launches in {seconds:.1f} s")
 
     def regions(self, layout: Layout, ms: Iterable[int]) -> None:
         """The regions of a layer alone, those that `table` does not know."""

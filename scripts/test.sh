@@ -12,4 +12,5 @@ cpu_environment
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 ruff check .
 ruff format --check .
-python -m pytest -m "not gpu" "$@"
+# Two files at a time: most of the time goes into starting engines, one after the other.
+python -m pytest -m "not gpu" -n 2 --dist loadfile "$@"

@@ -4,7 +4,15 @@ import pytest
 import torch
 from layers import FP8
 
-from vllm_spense.kernels import cusparselt, decode, execution, reference, scaled_mm, timing
+from vllm_spense.kernels import (
+    compile_ahead,
+    cusparselt,
+    decode,
+    execution,
+    reference,
+    scaled_mm,
+    timing,
+)
 from vllm_spense.kernels.measurements import candidate
 from vllm_spense.kernels.problem import Layout, Region
 
@@ -63,6 +71,8 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(cusparselt, "accepts", lambda problem, config: config != (("alg", 7),))
     monkeypatch.setattr(cusparselt, "run", _sparse_run)
     monkeypatch.setattr(decode, "run", _decode_run)
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda jobs: 0.0)
+    monkeypatch.setattr(compile_ahead.Job, "on", lambda device, step, out_dtype: step)
     monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: None)
     monkeypatch.setitem(scaled_mm._WAYS, "cublaslt", _dense)
 
