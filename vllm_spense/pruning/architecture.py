@@ -2,18 +2,19 @@
 
 Every decoder layer needs `self_attn.{q,k,v,o}_proj` and `mlp.{gate,up,down}_proj`, all `nn.Linear`,
 and no further weights inside the MLP (a norm there would break the permutation of its channels).
+Or, in place of the one MLP, a router and unpacked experts (`experts.py`) of such projections.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from vllm_spense.format.partition import META_GROUP
+from vllm_spense.pruning.experts import Experts
 
-__all__ = ["ATTENTION", "MLP", "Decoder", "UnsupportedModelError", "find_decoder"]
+__all__ = ["ATTENTION", "MLP", "Decoder", "UnsupportedModelError", "find_decoder", "mlp_names"]
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -41,9 +42,22 @@ class Decoder:
         return f"{self.prefix}.{index}"
 
     @property
+    def mlps(self) -> tuple[str, ...]:
+        """Names below a layer: `mlp`, or one for every expert."""
+        return mlp_names(self.layers[0])
+
+    @property
     def intermediate_size(self) -> int:
-        """Channels of the MLP between gate/up and down."""
-        return self.layers[0].mlp.gate_proj.out_features
+        """Channels of an MLP between gate/up and down."""
+        return self.layers[0].get_submodule(self.mlps[0]).gate_proj.out_features
+
+
+def mlp_names(layer: nn.Module) -> tuple[str, ...]:
+    """The gated MLPs of a layer: `mlp`, or `mlp.experts.0`, `mlp.experts.1`, …"""
+    experts = getattr(layer.mlp, "experts", None)
+    if not isinstance(experts, Experts):
+        return ("mlp",)
+    return tuple(f"mlp.experts.{index}" for index in range(len(experts)))
 
 
 def find_decoder(model: nn.Module) -> Decoder:
@@ -68,7 +82,13 @@ def find_decoder(model: nn.Module) -> Decoder:
                 f"gated MLP (mlp.{', '.join(MLP)}) and attention "
                 f"(self_attn.{', '.join(ATTENTION)}) of nn.Linear"
             )
-    sizes = {layer.mlp.gate_proj.out_features for layer in layers}
+    counts = {len(mlp_names(layer)) for layer in layers}
+    if len(counts) > 1:
+        raise UnsupportedModelError(
+            f"{architecture} is not supported: only some layers have experts, or not as many "
+            f"({sorted(counts)})"
+        )
+    sizes = {layer.get_submodule(mlp_names(layer)[0]).gate_proj.out_features for layer in layers}
     if len(sizes) > 1:
         raise UnsupportedModelError(
             f"{architecture} is not supported: intermediate sizes differ by layer ({sorted(sizes)})"
@@ -78,23 +98,37 @@ def find_decoder(model: nn.Module) -> Decoder:
 
 def _problem(layer: nn.Module) -> str | None:
     """What keeps a layer from being pruned, or None."""
-    for parent, children in (("self_attn", ATTENTION), ("mlp", MLP)):
-        module = getattr(layer, parent, None)
-        if module is None:
+    for parent in ("self_attn", "mlp"):
+        if getattr(layer, parent, None) is None:
             return f"has no {parent}"
+    for parent, children in {"self_attn": ATTENTION, **_mlp_children(layer)}.items():
         for child in children:
-            if not isinstance(getattr(module, child, None), nn.Linear):
-                found = type(getattr(module, child, None)).__name__
-                return f"has no {parent}.{child} of nn.Linear (found {found})"
-            columns = getattr(module, child).in_features
-            if columns % META_GROUP:
-                return f"{parent}.{child} has {columns} columns, not a multiple of {META_GROUP}"
-            if not getattr(module, child).weight.dtype.is_floating_point:
-                return f"{parent}.{child} is stored as {module.get_submodule(child).weight.dtype}"
-    known = {id(parameter) for child in MLP for parameter in _parameters(layer.mlp, child)}
-    extra = [name for name, parameter in layer.mlp.named_parameters() if id(parameter) not in known]
+            problem = _linear_problem(layer.get_submodule(parent), f"{parent}.{child}", child)
+            if problem:
+                return problem
+    extra = _further_weights(layer)
     return f"has further weights in its MLP: {', '.join(extra)}" if extra else None
 
 
-def _parameters(module: nn.Module, child: str) -> list[torch.Tensor]:
-    return list(module.get_submodule(child).parameters())
+def _mlp_children(layer: nn.Module) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(mlp_names(layer), MLP)
+
+
+def _linear_problem(parent: nn.Module, name: str, child: str) -> str | None:
+    linear = getattr(parent, child, None)
+    if not isinstance(linear, nn.Linear):
+        return f"has no {name} of nn.Linear (found {type(linear).__name__})"
+    if linear.in_features % META_GROUP:
+        return f"{name} has {linear.in_features} columns, not a multiple of {META_GROUP}"
+    if not linear.weight.dtype.is_floating_point:
+        return f"{name} is stored as {linear.weight.dtype}"
+    return None
+
+
+def _further_weights(layer: nn.Module) -> list[str]:
+    """Parameters inside `mlp` that are neither a projection's nor the router's."""
+    known = [layer.get_submodule(f"{p}.{c}") for p, cs in _mlp_children(layer).items() for c in cs]
+    if isinstance(getattr(layer.mlp, "experts", None), Experts):
+        known.append(layer.mlp.gate)
+    ours = {id(parameter) for module in known for parameter in module.parameters()}
+    return [name for name, parameter in layer.mlp.named_parameters() if id(parameter) not in ours]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_spense.format.partition import RegionKind
 from vllm_spense.format.planes import decode, encode, specs
-from vllm_spense.pruning.architecture import MLP
+from vllm_spense.pruning.architecture import MLP, mlp_names
 from vllm_spense.pruning.blocks import spread_order
 from vllm_spense.pruning.hessian import Hessian, diagonal_energy
 from vllm_spense.pruning.method import InputStatistics, prune_weight
@@ -126,7 +126,7 @@ class BlockPruner:
             originals: weights of attention projections that were only quantised; their errors are
                 measured on the way and reported.
         """
-        mlp_input = self._hessian("mlp.gate_proj")
+        mlp_input = self._hessian(f"{mlp_names(self.layer)[0]}.gate_proj")
         measured = {child: self._hessian(child) for child in (QKV[0], OUT) if originals}
         hooks = [(self.layer.get_submodule(child), h.add) for child, h in measured.items()]
         batches = self._run_attention(hooks, mlp_input)

@@ -19,6 +19,7 @@ from vllm_spense.format.schema import FORMAT_VERSION, make_quantization
 from vllm_spense.pruning.architecture import Decoder, find_decoder
 from vllm_spense.pruning.block import BlockPruner, BlockResult, load_block
 from vllm_spense.pruning.calibration import SELF, TextSource, text_tokens, token_digest
+from vllm_spense.pruning.moe_block import MoeBlockPruner
 from vllm_spense.pruning.plan import PrunePlan, make_plan, output_bytes
 from vllm_spense.pruning.report import PruneReport
 from vllm_spense.pruning.resume import WorkFolder
@@ -199,8 +200,8 @@ def prune_blocks(
             result = work.load_block(index)
             load_block(layer, name, result.tensors, plan, settings.weight_dtype)
         else:
-            pruner = BlockPruner(layer, name, inputs.hidden, kwargs, plan, settings)
-            result = pruner.prune()
+            kind = MoeBlockPruner if len(decoder.mlps) > 1 else BlockPruner
+            result = kind(layer, name, inputs.hidden, kwargs, plan, settings).prune()
             if work:
                 work.save_block(index, result)
         if index + 1 < len(decoder.layers):
@@ -238,18 +239,18 @@ class _Run:
         """Second half: from the work folder to the checkpoint."""
         decoder, total = self.decoder, len(self.decoder.layers)
         writer, orders = CheckpointWriter(out), {}
-        inside = f"{decoder.prefix}."
+        inside, stored = f"{decoder.prefix}.", self.source.stored_name
         writer.add(
             {k: t for k, t in unshared(self.source.model).items() if not k.startswith(inside)}
         )
         for index in range(total):
             result = self.work.load_block(index)
-            writer.add(result.tensors)
+            writer.add({stored(name): tensor for name, tensor in result.tensors.items()})
             layer = decoder.layer_name(index)
-            orders |= {f"{layer}.{mlp}": order for mlp, order in result.orders.items()}
+            orders |= {stored(f"{layer}.{mlp}"): order for mlp, order in result.orders.items()}
             progress("write", index + 1, total)
         partitions = {
-            f"{decoder.layer_name(index)}.{child}": partition
+            stored(f"{decoder.layer_name(index)}.{child}"): partition
             for index in range(total)
             for child, partition in self.plan.partitions.items()
         }

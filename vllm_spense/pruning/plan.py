@@ -11,6 +11,7 @@ from vllm_spense.format.partition import Partition, RegionKind, Segment, hybrid_
 from vllm_spense.format.planes import specs
 from vllm_spense.format.tiles import K_SHARDS, TILE_SHAPES, choose_tiles
 from vllm_spense.pruning.architecture import ATTENTION, MLP, Decoder
+from vllm_spense.pruning.experts import ROUTERS
 from vllm_spense.pruning.settings import PruneSettings
 
 __all__ = ["PrunePlan", "make_plan"]
@@ -32,17 +33,23 @@ class PrunePlan:
     @property
     def mlp_dense(self) -> int:
         """Dense channels of the intermediate dimension."""
-        return self.partitions["mlp.down_proj"].size_of(RegionKind.DENSE)
+        return self._down.size_of(RegionKind.DENSE)
 
     @property
     def dense_share(self) -> float:
         """The share that came out after rounding."""
-        return self.partitions["mlp.down_proj"].dense_share
+        return self._down.dense_share
+
+    @property
+    def _down(self) -> Partition:
+        """Of the MLP, or of any expert: they are divided alike."""
+        return next(p for child, p in self.partitions.items() if child.endswith(".down_proj"))
 
     def ignored(self, decoder: Decoder) -> list[str]:
         """Names of linear layers that keep their weights, for the quantization config."""
         ignored = [] if "self_attn.q_proj" in self.partitions else [r"re:.*\.self_attn\..*"]
-        return [*ignored, "lm_head"]
+        routers = [ROUTERS] if len(decoder.mlps) > 1 else []
+        return [*ignored, *routers, "lm_head"]
 
 
 def make_plan(decoder: Decoder, settings: PruneSettings) -> PrunePlan:
@@ -78,8 +85,12 @@ def _hybrid_mlp(
     """gate, up and down with one segment list, and what was rounded."""
     size, share = decoder.intermediate_size, settings.dense_share
     segments = hybrid_segments(size, share)
-    partitions = {f"mlp.{child}": Partition("output", segments) for child in MLP[:2]}
-    partitions["mlp.down_proj"] = down = Partition("input", segments)
+    up, down = Partition("output", segments), Partition("input", segments)
+    partitions = {
+        f"{mlp}.{child}": part
+        for mlp in decoder.mlps
+        for child, part in zip(MLP, (up, up, down), strict=True)
+    }
     if abs(down.dense_share - share) <= 1e-9:
         return partitions, ()
     return partitions, (
@@ -96,7 +107,7 @@ def _tiled_mlp(
     partitions: dict[str, Partition] = {}
     warnings = []
     for child in MLP:
-        linear = decoder.layers[0].mlp.get_submodule(child)
+        linear = decoder.layers[0].get_submodule(f"{decoder.mlps[0]}.{child}")
         row_parallel = child == MLP[2]
         try:
             tiles = choose_tiles(
@@ -107,7 +118,8 @@ def _tiled_mlp(
             raise ValueError(f"mlp.{child}: {error}; other tiles: {TILE_SHAPES}") from None
         size = linear.in_features if row_parallel else linear.out_features
         segment = Segment(RegionKind.ZERO_TILES, size, tiles)
-        partitions[f"mlp.{child}"] = Partition("input" if row_parallel else "output", (segment,))
+        partition = Partition("input" if row_parallel else "output", (segment,))
+        partitions |= {f"{mlp}.{child}": partition for mlp in decoder.mlps}
         if abs(tiles.sparsity - settings.sparsity) > 1e-9:
             warnings.append(
                 f"mlp.{child}: sparsity {settings.sparsity:g} became {tiles.sparsity:.4g}: "

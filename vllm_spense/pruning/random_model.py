@@ -19,6 +19,7 @@ from vllm_spense.format.planes import encode
 from vllm_spense.format.schema import make_quantization
 from vllm_spense.pruning.architecture import find_decoder
 from vllm_spense.pruning.blocks import prune_tiles_by_magnitude
+from vllm_spense.pruning.experts import stored_name, unpack_experts
 from vllm_spense.pruning.plan import PrunePlan, make_plan
 from vllm_spense.pruning.scoring import magnitude_scores, prune_by_score
 from vllm_spense.pruning.settings import PruneSettings
@@ -46,11 +47,26 @@ _SEED_OSS_36B = {
     "num_hidden_layers": 64, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 155136, "max_position_embeddings": 524288, "tie_word_embeddings": False,
 }  # fmt: skip
+_QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rope_theta": 1000000, "tie_word_embeddings": False,
+}  # fmt: skip
+_MIXTRAL_8X7B = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "rope_theta": 1000000, "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES = {
     "qwen3-32b": _QWEN3_32B,
     "llama-3.1-8b": _LLAMA_8B,
     "qwen2.5-14b": _QWEN25_14B,
     "seed-oss-36b": _SEED_OSS_36B,
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
 }
 
 
@@ -92,6 +108,7 @@ def write_random_model(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+        unpack_experts(model)
     decoder = find_decoder(model)
     plan = make_plan(decoder, settings)
     generator = torch.Generator(settings.device).manual_seed(seed)
@@ -100,10 +117,11 @@ def write_random_model(
     for name, parameter in _parameters(model):
         progress(name)
         partition = _partition(plan, name, decoder.prefix)
+        stored = stored_name(name, config.model_type)
         if partition is None:
-            writer.add({name: _random(name, parameter, generator)})
+            writer.add({stored: _random(name, parameter, generator)})
             continue
-        module = name.removesuffix(".weight")
+        module = stored.removesuffix(".weight")
         partitions[module] = partition
         weight = _prune(_normal(parameter.shape, generator), partition)
         planes = encode(weight, partition, settings.weight_dtype, module)

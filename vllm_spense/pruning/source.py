@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from vllm_spense.pruning.experts import stored_name, unpack_experts
+
 __all__ = ["Source", "load_source", "model_digest"]
 
 _SAMPLE = 4096
@@ -46,6 +48,10 @@ class Source:
             config.pop(key, None)
         return config
 
+    def stored_name(self, name: str) -> str:
+        """The name in a checkpoint for a name in `model`."""
+        return stored_name(name, self.model.config.model_type)
+
     def write_side_files(self, folder: Path) -> Path:
         """Folder with tokenizer, chat template and generation config: the source's own if local."""
         if self.folder is not None:
@@ -74,6 +80,7 @@ def load_source(model: str, gguf_file: str | None, dtype: torch.dtype | None) ->
     else:
         _refuse_quantised(model)
     loaded = _load(AutoModelForCausalLM, model, options | {"dtype": dtype or "auto"})
+    unpack_experts(loaded)
     local = Path(model)
     folder = local if local.is_dir() and not gguf_file else None
     return Source(loaded.eval(), tokenizer, local.name if local.is_dir() else model, folder)
